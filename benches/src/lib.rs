@@ -1,0 +1,1 @@
+//! Reproducible benchmarks, each with its floor in the same run.

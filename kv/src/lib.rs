@@ -1,0 +1,15 @@
+//! `kvserve-kv`: pages of KV cache, who may touch them, and how they move between nodes.
+//!
+//! **What it is.** The page layout and its hash, the pool (one memfd), the page ledger, leases,
+//! peer sessions, the pull engine, and the transports under one face.
+//!
+//! **What it is not.** It knows no model and no HTTP: a prompt is a list of token ids, sampling
+//! parameters are opaque bytes.
+
+pub mod layout;
+pub mod pool;
+pub mod transport;
+
+pub use layout::{KvDtype, KvLayout};
+pub use pool::{PageId, PoolKind, PoolMemory};
+pub use transport::{Posted, Read, Transport};

@@ -1,0 +1,22 @@
+//! `kvserve-runtime`: an embeddable thread-per-core runtime on io_uring.
+//!
+//! **What it is.** Pinned shards (one executor a core), a completion slab whose futures
+//! always end by a finite deadline, a poll loop over completion sources (sockets, engine
+//! threads, RDMA queues, GPU counters), mailboxes between shards, HTTP on the same shards,
+//! trace rings and stage histograms.
+//!
+//! **What it is not.** It knows no model, no token, no KV page, and it is not a general
+//! purpose async runtime: nothing here is `Send` across shards except what says so.
+
+pub mod completion;
+pub mod net;
+pub mod shard;
+pub mod source;
+pub mod time;
+
+pub use completion::{
+    ChannelId, ChannelKind, Completed, CompletionStatus, EndReason, GuardToken, SlotId, WorkId,
+};
+pub use shard::{Shard, ShardConfig};
+pub use source::{CompletionSource, Reap};
+pub use time::{Deadline, Nanos};

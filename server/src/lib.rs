@@ -1,0 +1,3 @@
+//! `kvserve`: the server itself, as a library that the binary, the tools and the tests use.
+
+pub mod engine;

@@ -1,0 +1,2 @@
+//! The `kvserve` binary.
+fn main() {}
