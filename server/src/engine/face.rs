@@ -92,6 +92,21 @@ pub enum Stage {
     Forward,
 }
 
+impl Stage {
+    /// A short stable label for metrics, logs and messages.
+    pub fn label(self) -> &'static str {
+        match self {
+            Stage::Queue => "queue",
+            Stage::Pair => "pair",
+            Stage::Prefill => "prefill",
+            Stage::Pull => "pull",
+            Stage::Commit => "commit",
+            Stage::Decode => "decode",
+            Stage::Forward => "forward",
+        }
+    }
+}
+
 /// What a caller may try next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RetryClass {

@@ -1,0 +1,9 @@
+//! The command line: what the user says, checked, as plain values.
+
+mod args;
+mod parse;
+
+pub use args::{
+    Cli, Command, FetchArgs, JoinArgs, ModelArg, NodeArgs, NodeCommand, ProxyArgs, UpArgs,
+};
+pub use parse::{parse_cores, parse_duration, parse_size};

@@ -1,0 +1,315 @@
+//! A request on a decode node: attempts of prefill and migration, then local recompute, then
+//! decode steps (PROTOCOL 4, 5).
+//!
+//! ```text
+//!  enter ─▶ attempt 1 (peer A) ─▶ attempt 2 (peer B, else A) ─▶ recompute here
+//!              │ Placed: decode steps start, tokens withheld
+//!              │ Committed: tokens released          every failure: pages back, withheld
+//!              ▼                                     tokens discarded, next attempt
+//!           decode steps ─▶ finished
+//! ```
+//! Tokens told to the client are facts: every attempt starts from prompt + told tokens, so
+//! nothing is sampled or sent twice (PROTOCOL R2).
+
+use super::NodeContext;
+use super::admission::{self, Admitted};
+use super::payload;
+use super::request::RequestOut;
+use crate::engine::{
+    FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage,
+};
+use crate::scheduler::{PagesFrom, SequenceSpec};
+use futures_lite::future;
+use kvserve_kv::PageId;
+use kvserve_kv::peer::{Migration, MigrationError, MigrationEvent, PrefillAsk};
+use kvserve_model::Sampled;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+/// Attempts on prefill nodes before the prompt is computed here (PROTOCOL R4).
+const PEER_ATTEMPTS_MAX: u32 = 2;
+
+/// Rounds of "busy" a request takes from prefill nodes before it computes its prompt itself:
+/// with the largest pause of 50 ms, 3 s.
+const BUSY_ROUNDS_MAX: u32 = 60;
+
+/// The longest pause after "busy".
+const BUSY_PAUSE_MAX: Duration = Duration::from_millis(50);
+
+/// How an attempt ended.
+enum Attempt {
+    /// The text is complete.
+    Finished(FinishReason),
+    /// Migrated and proven; decode goes on with this sequence.
+    Decoding(Sequence),
+    /// Nothing of it remains but what the client was told.
+    Failed(MigrationError),
+}
+
+/// Runs a request to its end. Dropping the future cancels it at any stage.
+pub(super) async fn drive(
+    node: &NodeContext,
+    out: &RequestOut,
+) -> Result<FinishReason, ServeError> {
+    let _place = enter(node, out).await?;
+    let mut tried: Vec<String> = Vec::new();
+    let mut busy_rounds = 0;
+    let mut attempt = 0;
+    while attempt < PEER_ATTEMPTS_MAX {
+        out.stage.set(Stage::Pair);
+        let Some(peer) = node.choose_prefill(&tried) else {
+            break;
+        };
+        attempt += 1;
+        node.metrics.migrations_started.fetch_add(1, Relaxed);
+        let number = attempt + busy_rounds;
+        match attempt_on(node, out, &peer, number).await? {
+            Attempt::Finished(reason) => return Ok(reason),
+            Attempt::Decoding(sequence) => return follow(out, sequence).await,
+            Attempt::Failed(error) => {
+                node.metrics.migrations_failed.fetch_add(1, Relaxed);
+                node.log.attempt_failed(&out.request.label, &peer, number, &error);
+                if let Some(pause) = error.retry_after {
+                    // Busy is not a failure of the peer: it does not use an attempt up.
+                    attempt -= 1;
+                    busy_rounds += 1;
+                    if busy_rounds >= BUSY_ROUNDS_MAX {
+                        break;
+                    }
+                    node.shard.sleep(pause.min(BUSY_PAUSE_MAX)).await;
+                } else {
+                    tried.push(peer);
+                }
+            }
+        }
+    }
+    node.metrics.recomputes.fetch_add(1, Relaxed);
+    out.stage.set(Stage::Prefill);
+    let sequence = compute_here(node, out)?;
+    follow(out, sequence).await
+}
+
+/// Waits for a place among the running and for room for the prompt.
+async fn enter(node: &NodeContext, out: &RequestOut) -> Result<Admitted, ServeError> {
+    let pages = node.limits.pages_for(out.request.prompt.len() + 1);
+    node.admission
+        .enter(&node.shard, &node.ledger, pages)
+        .await
+        .map_err(|full| overloaded(full.queued, full.queued_max))
+}
+
+/// One attempt on one prefill node.
+async fn attempt_on(
+    node: &NodeContext,
+    out: &RequestOut,
+    peer: &str,
+    attempt: u32,
+) -> Result<Attempt, ServeError> {
+    let prompt = out.tokens();
+    let computed = prompt.len();
+    let Some(into) = admission::reserve(&node.ledger, node.limits.pages_for(computed)) else {
+        return Ok(Attempt::Failed(MigrationError::no_pages(
+            node.limits.pages_for(computed),
+            node.ledger.with(|ledger| ledger.free_pages()),
+        )));
+    };
+    let pages = into.clone();
+    let ask = PrefillAsk {
+        request: node.peers.next_request_id(),
+        attempt,
+        prompt,
+        payload: payload::encode_sampling(&out.request.sampling),
+        into,
+        deadline: out.request.deadline,
+    };
+    let migration = match node.peers.prefill(peer, ask) {
+        Ok(migration) => migration,
+        Err(error) => {
+            node.ledger.with(|ledger| ledger.free(&error.into));
+            return Ok(Attempt::Failed(error.error));
+        }
+    };
+    Running {
+        node,
+        out,
+        pages,
+        computed,
+        sequence: None,
+        withheld: Vec::new(),
+        finish: None,
+        migration,
+    }
+    .run()
+    .await
+}
+
+/// An attempt under way. Fields are dropped in order: the sequence gives its growth back before
+/// the migration lets its pages go.
+struct Running<'a> {
+    node: &'a NodeContext,
+    out: &'a RequestOut,
+    pages: Vec<PageId>,
+    computed: usize,
+    sequence: Option<Sequence>,
+    /// Tokens computed from migrated pages before COMMIT's OK (PROTOCOL L5).
+    withheld: Vec<Sampled>,
+    finish: Option<FinishReason>,
+    migration: Migration,
+}
+
+/// What an attempt hears next.
+enum Heard {
+    Migration(MigrationEvent),
+    Sequence(SequenceEvent),
+}
+
+impl Running<'_> {
+    async fn run(mut self) -> Result<Attempt, ServeError> {
+        loop {
+            match self.hear().await {
+                Heard::Migration(MigrationEvent::Granted) => self.out.stage.set(Stage::Prefill),
+                Heard::Migration(MigrationEvent::FirstToken(bytes)) => {
+                    if let Some(ended) = self.first_token(&bytes) {
+                        return Ok(ended);
+                    }
+                }
+                Heard::Migration(MigrationEvent::Placed) => {
+                    self.out.stage.set(Stage::Commit);
+                    if let Err(error) = self.start_decoding() {
+                        return Ok(Attempt::Failed(error));
+                    }
+                }
+                Heard::Migration(MigrationEvent::Committed { pages }) => {
+                    return Ok(self.release_withheld(&pages));
+                }
+                Heard::Migration(MigrationEvent::Failed(error)) => {
+                    return Ok(Attempt::Failed(error));
+                }
+                Heard::Sequence(SequenceEvent::Computed(_)) => {}
+                Heard::Sequence(SequenceEvent::Token(sampled, finish)) => {
+                    self.withheld.push(sampled);
+                    self.finish = finish;
+                }
+                Heard::Sequence(SequenceEvent::Failed(error)) => return Err(error),
+            }
+        }
+    }
+
+    async fn hear(&mut self) -> Heard {
+        let migration = &mut self.migration;
+        match &mut self.sequence {
+            Some(sequence) if self.finish.is_none() => {
+                future::or(
+                    async { Heard::Migration(migration.next().await) },
+                    async { Heard::Sequence(sequence.next().await) },
+                )
+                .await
+            }
+            Some(_) | None => Heard::Migration(migration.next().await),
+        }
+    }
+
+    /// The prefill node's token goes to the client at once.
+    fn first_token(&self, bytes: &[u8]) -> Option<Attempt> {
+        let sampled = match payload::decode_token(bytes, self.node.core.vocab_size()) {
+            Ok(sampled) => sampled,
+            Err(error) => {
+                return Some(Attempt::Failed(MigrationError::protocol(error.to_string())));
+            }
+        };
+        self.out.stage.set(Stage::Pull);
+        self.out.token(sampled).map(Attempt::Finished)
+    }
+
+    /// All bytes are in and checked: decode steps start while COMMIT is under way.
+    fn start_decoding(&mut self) -> Result<(), MigrationError> {
+        let tokens = self.out.tokens();
+        if tokens.len() != self.computed + 1 {
+            return Err(MigrationError::protocol(
+                "the pages came without a first token".into(),
+            ));
+        }
+        let spec = SequenceSpec {
+            tokens,
+            new_tokens_max: self.out.left(),
+            stop_token_ids: self.out.request.stop_token_ids.clone(),
+            sampling: self.out.request.sampling.clone(),
+            deadline: self.out.request.deadline,
+            pages: PagesFrom::Migration {
+                pages: self.pages.clone(),
+                computed: self.computed,
+            },
+        };
+        self.sequence = Some(self.node.core.submit(spec).map_err(|full| {
+            MigrationError::no_pages(full.queued, full.queued_max)
+        })?);
+        Ok(())
+    }
+
+    /// COMMIT's answer was OK: the pages are ours, and tokens computed from them are true.
+    fn release_withheld(mut self, pages: &[PageId]) -> Attempt {
+        self.node.metrics.migrations_committed.fetch_add(1, Relaxed);
+        self.out.stage.set(Stage::Decode);
+        let sequence = self.sequence.take();
+        let taken_over = sequence.as_ref().is_some_and(|sequence| sequence.prove());
+        if !taken_over {
+            self.node.ledger.with(|ledger| ledger.free(pages));
+        }
+        let mut last = None;
+        for sampled in self.withheld.drain(..) {
+            last = self.out.token(sampled);
+        }
+        match (self.finish.or(last), sequence) {
+            (Some(reason), _) => Attempt::Finished(reason),
+            (None, Some(sequence)) => Attempt::Decoding(sequence),
+            (None, None) => Attempt::Failed(MigrationError::protocol(
+                "the migration was committed before its pages were placed".into(),
+            )),
+        }
+    }
+}
+
+/// Computes prompt and told tokens on this node.
+pub(super) fn compute_here(node: &NodeContext, out: &RequestOut) -> Result<Sequence, ServeError> {
+    let spec = SequenceSpec {
+        tokens: out.tokens(),
+        new_tokens_max: out.left(),
+        stop_token_ids: out.request.stop_token_ids.clone(),
+        sampling: out.request.sampling.clone(),
+        deadline: out.request.deadline,
+        pages: PagesFrom::Scheduler,
+    };
+    node.core
+        .submit(spec)
+        .map_err(|full| overloaded(full.queued, full.queued_max))
+}
+
+/// Tells a sequence's tokens to the client until it ends.
+pub(super) async fn follow(
+    out: &RequestOut,
+    mut sequence: Sequence,
+) -> Result<FinishReason, ServeError> {
+    loop {
+        match sequence.next().await {
+            SequenceEvent::Computed(_) => {}
+            SequenceEvent::Token(sampled, _) => {
+                out.stage.set(Stage::Decode);
+                if let Some(reason) = out.token(sampled) {
+                    return Ok(reason);
+                }
+            }
+            SequenceEvent::Failed(error) => return Err(error),
+        }
+    }
+}
+
+fn overloaded(queued: usize, queued_max: usize) -> ServeError {
+    ServeError {
+        stage: Stage::Queue,
+        reason: "overloaded",
+        retry: RetryClass::SamePair,
+        message: format!(
+            "the queue is full ({queued} of {queued_max} requests wait); try again later"
+        ),
+    }
+}

@@ -1,0 +1,86 @@
+//! A serving node on its engine's shard: `serve` (hybrid), `prefill`, `decode`.
+//!
+//! [`NodeContext`] is everything the tasks of that shard share. Requests come over the command
+//! bridge ([`accept`]); each runs as one task to exactly one end; dropping the task cancels it
+//! at every stage.
+
+mod accept;
+mod admission;
+mod decode;
+mod local;
+mod payload;
+mod prefill;
+mod request;
+mod status;
+
+pub use accept::accept;
+pub use admission::Admission;
+pub use prefill::PeerPrefills;
+pub use status::{debug_pages, debug_transfers, progress};
+
+use crate::engine::EngineCore;
+use crate::log::Log;
+use crate::metrics::Metrics;
+use crate::readiness::Readiness;
+use crate::scheduler::SchedulerLimits;
+use kvserve_kv::LedgerCell;
+use kvserve_kv::peer::{PeerHub, PeerState, Role};
+use kvserve_runtime::Shard;
+use kvserve_runtime::completion::Hub;
+use std::cell::{Cell, OnceCell};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// What the tasks of the engine's shard share.
+pub struct NodeContext {
+    /// Hybrid, prefill or decode.
+    pub role: Role,
+    /// The shard.
+    pub shard: Shard,
+    /// Its completions.
+    pub hub: Hub,
+    /// Its pages.
+    pub ledger: Rc<LedgerCell>,
+    /// Its engine.
+    pub core: EngineCore,
+    /// Its peers; unset on a node without a cluster.
+    pub peers: OnceCell<PeerHub>,
+    /// The scheduler's bounds.
+    pub limits: SchedulerLimits,
+    /// Longest sequence in tokens.
+    pub context_max: usize,
+    /// Admission of requests that migrate.
+    pub admission: Rc<Admission>,
+    /// Counters of the process.
+    pub metrics: Arc<Metrics>,
+    /// What all shards know.
+    pub readiness: Arc<Readiness>,
+    /// Prefills for peers under way.
+    pub peer_prefills_live: Cell<usize>,
+    /// The log.
+    pub log: Log,
+}
+
+impl NodeContext {
+    /// The prefill node with the least in flight among those that are up, leaving out `not`.
+    pub(crate) fn choose_prefill(&self, not: &[String]) -> Option<String> {
+        self.peers
+            .get()?
+            .peers()
+            .into_iter()
+            .filter(|peer| peer.role == Role::Prefill && peer.state == PeerState::Up)
+            .filter(|peer| !not.contains(&peer.node_id))
+            .min_by_key(|peer| peer.in_flight)
+            .map(|peer| peer.node_id)
+    }
+
+    /// Whether a prefill node is up.
+    pub fn has_prefill_peer(&self) -> bool {
+        self.choose_prefill(&[]).is_some()
+    }
+
+    /// Requests and prefills for peers that have not ended.
+    pub fn unfinished(&self) -> usize {
+        self.readiness.active() + self.peer_prefills_live.get()
+    }
+}

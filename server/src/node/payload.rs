@@ -1,0 +1,183 @@
+//! What crosses between decode and prefill node inside a `Prefill` frame's opaque bytes and
+//! comes back with the first token. Fixed layouts, little-endian, length caps (PROTOCOL S5).
+
+use crate::engine::SamplingParams;
+use kvserve_model::Sampled;
+
+/// Alternatives a first token can carry: the API's own cap on `top_logprobs`.
+const TOP_MAX: usize = 20;
+
+/// Bytes of encoded sampling parameters.
+const SAMPLING_BYTES: usize = 4 + 4 + 4 + 8 + 1;
+
+/// A payload that is not what this version writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PayloadError {
+    /// What was being read.
+    pub what: &'static str,
+    /// Bytes that came.
+    pub bytes: usize,
+}
+
+impl std::fmt::Display for PayloadError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} bytes are not a valid {}; are both nodes of one version?",
+            self.bytes, self.what
+        )
+    }
+}
+
+/// `logprobs` byte that means "not asked for".
+const NO_LOGPROBS: u8 = 0xFF;
+
+/// Writes sampling parameters.
+pub fn encode_sampling(params: &SamplingParams) -> Vec<u8> {
+    let mut out = Vec::with_capacity(SAMPLING_BYTES);
+    out.extend_from_slice(&params.temperature.to_le_bytes());
+    out.extend_from_slice(&params.top_k.to_le_bytes());
+    out.extend_from_slice(&params.top_p.to_le_bytes());
+    out.extend_from_slice(&params.seed.to_le_bytes());
+    out.push(params.logprobs.unwrap_or(NO_LOGPROBS));
+    out
+}
+
+/// Reads sampling parameters of a peer.
+///
+/// # Errors
+/// [`PayloadError`] when the length or a value is out of range.
+pub fn decode_sampling(bytes: &[u8]) -> Result<SamplingParams, PayloadError> {
+    let error = PayloadError {
+        what: "set of sampling parameters",
+        bytes: bytes.len(),
+    };
+    let mut reader = Reader(bytes);
+    let params = (|| {
+        Some(SamplingParams {
+            temperature: f32::from_le_bytes(reader.take()?),
+            top_k: u32::from_le_bytes(reader.take()?),
+            top_p: f32::from_le_bytes(reader.take()?),
+            seed: u64::from_le_bytes(reader.take()?),
+            logprobs: match u8::from_le_bytes(reader.take()?) {
+                NO_LOGPROBS => None,
+                count => Some(count),
+            },
+        })
+    })()
+    .ok_or(error)?;
+    let sane = params.temperature.is_finite()
+        && params.temperature >= 0.0
+        && params.top_p.is_finite()
+        && params.logprobs.unwrap_or(0) as usize <= TOP_MAX
+        && reader.0.is_empty();
+    if sane { Ok(params) } else { Err(error) }
+}
+
+/// Writes a sampled token.
+pub fn encode_token(sampled: &Sampled) -> Vec<u8> {
+    let top = &sampled.top[..sampled.top.len().min(TOP_MAX)];
+    let mut out = Vec::with_capacity(9 + top.len() * 8);
+    out.extend_from_slice(&sampled.token.to_le_bytes());
+    out.extend_from_slice(&sampled.logprob.to_le_bytes());
+    out.push(top.len() as u8);
+    for (token, logprob) in top {
+        out.extend_from_slice(&token.to_le_bytes());
+        out.extend_from_slice(&logprob.to_le_bytes());
+    }
+    out
+}
+
+/// Reads a peer's sampled token; every id must be below `vocab_size`.
+///
+/// # Errors
+/// [`PayloadError`] when the length or an id is out of range.
+pub fn decode_token(bytes: &[u8], vocab_size: usize) -> Result<Sampled, PayloadError> {
+    let error = PayloadError {
+        what: "first token",
+        bytes: bytes.len(),
+    };
+    let mut reader = Reader(bytes);
+    let sampled = (|| {
+        let token = u32::from_le_bytes(reader.take()?);
+        let logprob = f32::from_le_bytes(reader.take()?);
+        let count = u8::from_le_bytes(reader.take()?) as usize;
+        if count > TOP_MAX {
+            return None;
+        }
+        let mut top = Vec::with_capacity(count);
+        for _ in 0..count {
+            let id = u32::from_le_bytes(reader.take()?);
+            top.push((id, f32::from_le_bytes(reader.take()?)));
+        }
+        Some(Sampled {
+            token,
+            logprob,
+            top,
+        })
+    })()
+    .ok_or(error)?;
+    let known = |id: u32| (id as usize) < vocab_size;
+    let sane = reader.0.is_empty()
+        && known(sampled.token)
+        && sampled.top.iter().all(|(id, _)| known(*id));
+    if sane { Ok(sampled) } else { Err(error) }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, tail) = self.0.split_first_chunk::<N>()?;
+        self.0 = tail;
+        Some(*head)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sampling_parameters_survive_the_way_and_garbage_does_not() {
+        for logprobs in [None, Some(0), Some(20)] {
+            let params = SamplingParams {
+                temperature: 0.7,
+                top_k: 40,
+                top_p: 0.9,
+                seed: u64::MAX - 3,
+                logprobs,
+            };
+            let bytes = encode_sampling(&params);
+            assert_eq!(decode_sampling(&bytes), Ok(params));
+            for length in 0..bytes.len() {
+                assert!(decode_sampling(&bytes[..length]).is_err());
+            }
+        }
+        let mut bytes = encode_sampling(&SamplingParams {
+            temperature: f32::NAN,
+            top_k: 0,
+            top_p: 1.0,
+            seed: 0,
+            logprobs: None,
+        });
+        assert!(decode_sampling(&bytes).is_err());
+        bytes.push(0);
+        assert!(decode_sampling(&bytes).is_err());
+    }
+
+    #[test]
+    fn a_first_token_survives_the_way_and_unknown_ids_do_not() {
+        let sampled = Sampled {
+            token: 7,
+            logprob: -0.5,
+            top: vec![(7, -0.5), (3, -1.5)],
+        };
+        let bytes = encode_token(&sampled);
+        assert_eq!(decode_token(&bytes, 8), Ok(sampled));
+        assert!(decode_token(&bytes, 7).is_err());
+        for length in 0..bytes.len() {
+            assert!(decode_token(&bytes[..length], 8).is_err());
+        }
+    }
+}

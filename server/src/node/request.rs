@@ -1,0 +1,95 @@
+//! One request on the engine's shard, from its arrival to exactly one end.
+
+use crate::engine::{
+    EngineCommand, FinishReason, GenerateEvent, GenerateRequest, RetryClass, ServeError, Stage,
+    TokenEvent,
+};
+use kvserve_model::Sampled;
+use kvserve_runtime::bridge;
+use std::cell::{Cell, RefCell};
+
+/// The client's side of a request: what it has been told so far. Tokens told are facts
+/// (PROTOCOL R2), so they are kept here, above all attempts.
+pub struct RequestOut {
+    /// The request as it came.
+    pub request: GenerateRequest,
+    /// Where it is, for the error if its time runs out.
+    pub stage: Cell<Stage>,
+    events: bridge::Sender<GenerateEvent>,
+    facts: RefCell<Vec<u32>>,
+}
+
+impl RequestOut {
+    /// Takes a command apart.
+    pub fn new(command: EngineCommand) -> (Self, crate::engine::CancelFlag) {
+        let out = RequestOut {
+            request: command.request,
+            stage: Cell::new(Stage::Queue),
+            events: command.events,
+            facts: RefCell::default(),
+        };
+        (out, command.cancelled)
+    }
+
+    /// Prompt and all tokens told so far: what a retry prefills.
+    pub fn tokens(&self) -> Vec<u32> {
+        let facts = self.facts.borrow();
+        let mut tokens = Vec::with_capacity(self.request.prompt.len() + facts.len());
+        tokens.extend_from_slice(&self.request.prompt);
+        tokens.extend_from_slice(&facts);
+        tokens
+    }
+
+    /// Tokens the client was told.
+    pub fn told(&self) -> usize {
+        self.facts.borrow().len()
+    }
+
+    /// Tokens it may still get.
+    pub fn left(&self) -> u32 {
+        self.request.max_tokens - self.told() as u32
+    }
+
+    /// Tells a token, unless it is a stop token. Gives the finish reason if it was the last.
+    pub fn token(&self, sampled: Sampled) -> Option<FinishReason> {
+        if self.request.stop_token_ids.contains(&sampled.token) {
+            return Some(FinishReason::Stop);
+        }
+        self.facts.borrow_mut().push(sampled.token);
+        // The bridge holds max_tokens + 2 events, so only a client that left refuses one; its
+        // cancel flag ends this request.
+        let _ = self.events.try_send(GenerateEvent::Token(TokenEvent {
+            token: sampled.token,
+            logprob: sampled.logprob,
+            top: sampled.top,
+        }));
+        (self.left() == 0).then_some(FinishReason::Length)
+    }
+
+    /// Tells the end.
+    pub fn finished(&self, reason: FinishReason) {
+        let _ = self.events.try_send(GenerateEvent::Finished {
+            reason,
+            cached_tokens: 0,
+        });
+    }
+
+    /// Tells a failure.
+    pub fn failed(&self, error: ServeError) {
+        let _ = self.events.try_send(GenerateEvent::Failed(error));
+    }
+
+    /// The error of a request whose time has run out where it is now.
+    pub fn deadline_error(&self) -> ServeError {
+        let stage = self.stage.get();
+        ServeError {
+            stage,
+            reason: "deadline_exceeded",
+            retry: RetryClass::Fail,
+            message: format!(
+                "the request's time ran out while it was in stage {}",
+                stage.label()
+            ),
+        }
+    }
+}

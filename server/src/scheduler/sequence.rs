@@ -1,0 +1,116 @@
+//! One sequence: its tokens, how many of them are in pages, and which pages.
+
+use crate::engine::SamplingParams;
+use kvserve_kv::PageId;
+use kvserve_runtime::Deadline;
+
+/// Names a sequence of this scheduler; a stale generation names nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SequenceId {
+    pub(super) index: u32,
+    pub(super) generation: u32,
+}
+
+/// Where a sequence's first pages come from, which decides who frees them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PagesFrom {
+    /// The scheduler allocates and frees them.
+    Scheduler,
+    /// A lease for a peer: all pages of the prompt are given; the lease frees them. The
+    /// sequence ends with its first token.
+    Lease(Vec<PageId>),
+    /// A migration that placed the keys and values of the first `computed` tokens. The
+    /// migration frees these pages until [`super::Scheduler::prove`]; what the sequence grows
+    /// beyond them is the scheduler's.
+    Migration {
+        /// Pages from position 0.
+        pages: Vec<PageId>,
+        /// Tokens whose keys and values are in them.
+        computed: usize,
+    },
+}
+
+/// A new sequence.
+#[derive(Clone, Debug)]
+pub struct SequenceSpec {
+    /// Prompt, then tokens already sent (facts).
+    pub tokens: Vec<u32>,
+    /// Tokens still to generate; at least 1.
+    pub new_tokens_max: u32,
+    /// Tokens that end it.
+    pub stop_token_ids: Vec<u32>,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// By when it must have ended.
+    pub deadline: Deadline,
+    /// Its first pages.
+    pub pages: PagesFrom,
+}
+
+/// Whether pages before `Sequence::own_from` may be touched and who frees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// All pages are the scheduler's; it may be preempted.
+    Own,
+    /// Pages are a lease's.
+    Leased,
+    /// The first pages are a migration's until proven.
+    Unproven,
+}
+
+/// Where a sequence is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Waiting,
+    Running,
+}
+
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub tokens: Vec<u32>,
+    /// Tokens whose keys and values are in the pages.
+    pub computed: usize,
+    pub pages: Vec<PageId>,
+    /// Pages before this index belong to a migration.
+    pub own_from: usize,
+    pub new_tokens_left: u32,
+    pub stop_token_ids: Vec<u32>,
+    pub sampling: SamplingParams,
+    pub deadline: Deadline,
+    pub standing: Standing,
+    pub phase: Phase,
+    /// Order of arrival; kept over a preemption.
+    pub arrival: u64,
+    /// Tokens of it in the running step; 0 outside a step.
+    pub in_step: usize,
+}
+
+impl Sequence {
+    pub fn uncomputed(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// A decode row: everything but the last token is computed.
+    pub fn decodes(&self) -> bool {
+        self.uncomputed() == 1 && self.computed > 0
+    }
+
+    pub fn preemptible(&self) -> bool {
+        self.standing == Standing::Own && self.phase == Phase::Running && self.in_step == 0
+    }
+}
+
+/// What others may see of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SequenceView {
+    /// Tokens: prompt and generated.
+    pub tokens: usize,
+    /// Tokens in pages.
+    pub computed: usize,
+    /// Pages held.
+    pub pages: usize,
+    /// Whether it takes part in steps.
+    pub running: bool,
+    /// Whether a step that computes it is under way.
+    pub in_step: bool,
+}
