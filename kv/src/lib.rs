@@ -7,7 +7,10 @@
 //! parameters are opaque bytes.
 
 pub mod layout;
+pub mod lease;
 pub mod pool;
+pub mod pull;
+pub mod session;
 pub mod transport;
 
 pub use layout::{KvDtype, KvLayout};

@@ -1,0 +1,155 @@
+//! How an attempt fails: stage, reason, and what a retry may try.
+
+use crate::session::{AbortReason, CommitOutcome};
+use kvserve_runtime::EndReason;
+use std::fmt;
+
+/// Where an attempt stood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Asked, not granted yet.
+    Pair,
+    /// Granted; waits for the prefill node to compute.
+    Prefill,
+    /// Reads are out.
+    Pull,
+    /// COMMIT is out.
+    Commit,
+}
+
+impl Stage {
+    /// A short stable label for metrics and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            Stage::Pair => "pair",
+            Stage::Prefill => "prefill",
+            Stage::Pull => "pull",
+            Stage::Commit => "commit",
+        }
+    }
+}
+
+/// What a failed attempt leaves to try (DESIGN 6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Retry {
+    /// The same two nodes may do it.
+    SamePair,
+    /// Another prefill node may.
+    OtherPair,
+    /// This node should compute the prompt itself.
+    Recompute,
+    /// Nothing: the request ends with an error.
+    Fail,
+}
+
+/// Why an attempt failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailReason {
+    /// The stage's own limit passed (PROTOCOL R4).
+    StageLimit,
+    /// The request's time is up.
+    RequestDeadline,
+    /// The prefill node has no room now.
+    Busy {
+        /// When to ask again, in milliseconds.
+        retry_ms: u32,
+    },
+    /// The prefill node cannot serve this request.
+    Refused(u16),
+    /// The prefill node takes nothing new.
+    Draining,
+    /// The prefill node gave it up.
+    Aborted(AbortReason),
+    /// The session with the prefill node ended.
+    SessionEnded,
+    /// A read ended without its bytes.
+    Read(EndReason),
+    /// No read could be posted: slots, ring or data connection are missing.
+    NoPost,
+    /// A page's bytes are not what the prefill node wrote; the page, counted within the prompt.
+    Checksum(u32),
+    /// COMMIT was answered, not with OK.
+    CommitRefused(CommitOutcome),
+    /// The prefill node has taken the lease for expired.
+    Fenced,
+    /// The peer broke the protocol.
+    Violation(&'static str),
+    /// The migration was dropped.
+    Cancelled,
+}
+
+impl FailReason {
+    /// A short stable label for metrics and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            FailReason::StageLimit => "stage_limit",
+            FailReason::RequestDeadline => "deadline_exceeded",
+            FailReason::Busy { .. } => "busy",
+            FailReason::Refused(_) => "refused",
+            FailReason::Draining => "draining",
+            FailReason::Aborted(_) => "aborted",
+            FailReason::SessionEnded => "peer_lost",
+            FailReason::Read(_) => "read_failed",
+            FailReason::NoPost => "no_post",
+            FailReason::Checksum(_) => "checksum",
+            FailReason::CommitRefused(_) => "commit_refused",
+            FailReason::Fenced => "fenced",
+            FailReason::Violation(_) => "violation",
+            FailReason::Cancelled => "cancelled",
+        }
+    }
+
+    /// What may be tried next.
+    pub fn retry(self) -> Retry {
+        match self {
+            FailReason::RequestDeadline | FailReason::Refused(_) | FailReason::Cancelled => {
+                Retry::Fail
+            }
+            FailReason::NoPost => Retry::Recompute,
+            // The data connection is made anew; the lease was whole.
+            FailReason::Read(_) => Retry::SamePair,
+            FailReason::StageLimit
+            | FailReason::Busy { .. }
+            | FailReason::Draining
+            | FailReason::Aborted(_)
+            | FailReason::SessionEnded
+            | FailReason::Checksum(_)
+            | FailReason::CommitRefused(_)
+            | FailReason::Fenced
+            | FailReason::Violation(_) => Retry::OtherPair,
+        }
+    }
+}
+
+/// A failed attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigrationError {
+    /// Where it stood.
+    pub stage: Stage,
+    /// Why it failed.
+    pub reason: FailReason,
+    /// What may be tried next.
+    pub retry: Retry,
+    /// For logs and error bodies.
+    pub message: String,
+}
+
+impl MigrationError {
+    /// An error at `stage` for `reason`.
+    pub fn new(stage: Stage, reason: FailReason) -> Self {
+        MigrationError {
+            stage,
+            reason,
+            retry: reason.retry(),
+            message: format!("migration failed at {}: {reason:?}", stage.label()),
+        }
+    }
+}
+
+impl fmt::Display for MigrationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for MigrationError {}

@@ -1,0 +1,654 @@
+//! The mutual handshake, both sides (PROTOCOL S1, S2). Sans-IO.
+//!
+//! The acceptor proves itself only to a dialler that has proven itself; the labels in the two
+//! proofs differ, so neither can be reflected. `Hello` travels sealed, and a session is up only
+//! when each side has welcomed the other's.
+
+use super::frame::{
+    Challenge, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX, PROTOCOL_MIN, REASON_TEXT_BYTES_MAX,
+    RefuseReason, Role,
+};
+use super::seal::{self, PeerKey, SealedChannel, WireError};
+
+/// What a node says of itself.
+#[derive(Clone, Debug)]
+pub struct LocalNode {
+    /// Its id, at most 255 bytes.
+    pub node_id: String,
+    /// Its incarnation.
+    pub incarnation: u64,
+    /// Its role.
+    pub role: Role,
+    /// Which model, which weights.
+    pub fingerprint: u64,
+    /// [`crate::KvLayout::hash`].
+    pub layout_hash: u64,
+    /// Bytes of a page.
+    pub page_bytes: u64,
+    /// Base URL of its API.
+    pub api_url: String,
+}
+
+impl LocalNode {
+    fn hello(&self) -> Hello {
+        Hello {
+            features: 0,
+            fingerprint: self.fingerprint,
+            layout_hash: self.layout_hash,
+            page_bytes: self.page_bytes,
+            lease_pages_max: LEASE_PAGES_MAX as u32,
+            api_url: self.api_url.clone(),
+        }
+    }
+}
+
+/// Who the other side has proven to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerIdentity {
+    /// Its id.
+    pub node_id: String,
+    /// Its incarnation.
+    pub incarnation: u64,
+    /// Its role.
+    pub role: Role,
+    /// Base URL of its API.
+    pub api_url: String,
+    /// Most pages a lease may have on it.
+    pub lease_pages_max: u32,
+}
+
+/// Why a handshake failed, with the numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The reason.
+    pub reason: RefuseReason,
+    /// What was wrong, for the log.
+    pub text: String,
+    /// Whether the peer said so (else we did).
+    pub by_peer: bool,
+}
+
+impl Refusal {
+    /// A refusal of ours.
+    pub fn ours(reason: RefuseReason, text: impl Into<String>) -> Self {
+        let mut text: String = text.into();
+        let mut cut = text.len().min(REASON_TEXT_BYTES_MAX);
+        while !text.is_char_boundary(cut) {
+            cut -= 1;
+        }
+        text.truncate(cut);
+        Refusal {
+            reason,
+            text,
+            by_peer: false,
+        }
+    }
+}
+
+/// What a frame led to.
+#[derive(Debug)]
+pub enum Step {
+    /// Send these bytes (perhaps none) and go on; `trusted`: the peer has proven the key.
+    Continue {
+        /// To be sent.
+        send: Vec<u8>,
+        /// Larger frames may be taken from now on.
+        trusted: bool,
+    },
+    /// The session is up.
+    Up {
+        /// Keys and sequence numbers to go on with.
+        channel: SealedChannel,
+        /// Who it is.
+        peer: PeerIdentity,
+    },
+    /// It is not coming about; send these bytes, log, close.
+    Refused {
+        /// To be sent, may be empty.
+        send: Vec<u8>,
+        /// Why.
+        refusal: Refusal,
+    },
+}
+
+enum State {
+    AwaitChallenge,
+    AwaitProof {
+        theirs: Challenge,
+    },
+    AwaitHello {
+        theirs: Challenge,
+        channel: SealedChannel,
+    },
+    AwaitWelcome {
+        peer: PeerIdentity,
+        channel: SealedChannel,
+    },
+    Ended,
+}
+
+/// One handshake.
+pub struct Handshake {
+    local: LocalNode,
+    key: PeerKey,
+    dialler: bool,
+    ours: Challenge,
+    state: State,
+}
+
+impl Handshake {
+    /// The dialling side; returns the bytes to send first. `nonce` must be fresh and random.
+    pub fn dial(local: LocalNode, key: PeerKey, nonce: [u8; 32]) -> (Self, Vec<u8>) {
+        let handshake = Self::new(local, key, nonce, true);
+        let first = seal::plain(&Frame::Challenge(handshake.ours.clone()));
+        (handshake, first)
+    }
+
+    /// The accepting side. `nonce` must be fresh and random.
+    pub fn accept(local: LocalNode, key: PeerKey, nonce: [u8; 32]) -> Self {
+        Self::new(local, key, nonce, false)
+    }
+
+    fn new(local: LocalNode, key: PeerKey, nonce: [u8; 32], dialler: bool) -> Self {
+        let ours = Challenge {
+            protocol_min: PROTOCOL_MIN,
+            protocol_max: PROTOCOL_MAX,
+            nonce,
+            node_id: local.node_id.clone(),
+            incarnation: local.incarnation,
+            role: local.role,
+        };
+        Handshake {
+            local,
+            key,
+            dialler,
+            ours,
+            state: State::AwaitChallenge,
+        }
+    }
+
+    /// Takes one frame (without its length word). `admit` is asked once, about a peer that has
+    /// proven the key and matches; it decides about duplicates and superseded nodes.
+    pub fn on_frame(
+        &mut self,
+        bytes: &[u8],
+        admit: &mut dyn FnMut(&PeerIdentity) -> Result<(), Refusal>,
+    ) -> Step {
+        match std::mem::replace(&mut self.state, State::Ended) {
+            State::AwaitChallenge => match self.plain(bytes) {
+                Ok(Frame::Challenge(theirs)) => self.on_challenge(theirs),
+                Ok(other) => self.unexpected(&other, None),
+                Err(refusal) => refused_plain(refusal),
+            },
+            State::AwaitProof { theirs } => match self.plain(bytes) {
+                Ok(Frame::Proof(proof)) => self.on_proof(theirs, &proof),
+                Ok(other) => self.unexpected(&other, None),
+                Err(refusal) => refused_plain(refusal),
+            },
+            State::AwaitHello {
+                theirs,
+                mut channel,
+            } => match sealed(&mut channel, bytes) {
+                Ok(Frame::Hello(hello)) => self.on_hello(theirs, hello, channel, admit),
+                Ok(other) => self.unexpected(&other, Some(channel)),
+                Err(refusal) => refused_sealed(refusal, &mut channel),
+            },
+            State::AwaitWelcome { peer, mut channel } => match sealed(&mut channel, bytes) {
+                Ok(Frame::Welcome) => Step::Up { channel, peer },
+                Ok(other) => self.unexpected(&other, Some(channel)),
+                Err(refusal) => refused_sealed(refusal, &mut channel),
+            },
+            State::Ended => Step::Refused {
+                send: Vec::new(),
+                refusal: Refusal::ours(RefuseReason::Violation, "a frame after the end"),
+            },
+        }
+    }
+
+    /// Gives the handshake up (its time is over); the bytes to send.
+    pub fn abandon(&mut self, refusal: &Refusal) -> Vec<u8> {
+        let frame = Frame::Refused {
+            reason: refusal.reason,
+            text: refusal.text.clone(),
+        };
+        match std::mem::replace(&mut self.state, State::Ended) {
+            State::AwaitChallenge | State::AwaitProof { .. } => seal::plain(&frame),
+            State::AwaitHello { mut channel, .. } | State::AwaitWelcome { mut channel, .. } => {
+                channel.seal(&frame)
+            }
+            State::Ended => Vec::new(),
+        }
+    }
+
+    fn plain(&self, bytes: &[u8]) -> Result<Frame, Refusal> {
+        match seal::open_plain(bytes) {
+            Ok(Frame::Refused { reason, text }) => Err(Refusal {
+                reason,
+                text,
+                by_peer: true,
+            }),
+            Ok(frame) => Ok(frame),
+            Err(error) => Err(violation(error)),
+        }
+    }
+
+    fn unexpected(&self, frame: &Frame, channel: Option<SealedChannel>) -> Step {
+        let refusal = Refusal::ours(
+            RefuseReason::Violation,
+            format!("frame kind {} has no place in the handshake", frame.kind()),
+        );
+        match channel {
+            Some(mut channel) => refused_sealed(refusal, &mut channel),
+            None => refused_plain(refusal),
+        }
+    }
+
+    fn on_challenge(&mut self, theirs: Challenge) -> Step {
+        if theirs.protocol_max < PROTOCOL_MIN || theirs.protocol_min > PROTOCOL_MAX {
+            return refused_plain(Refusal::ours(
+                RefuseReason::ProtocolRange,
+                format!(
+                    "peer `{}` speaks protocol {} to {}, this node {PROTOCOL_MIN} to {PROTOCOL_MAX}",
+                    theirs.node_id, theirs.protocol_min, theirs.protocol_max
+                ),
+            ));
+        }
+        if theirs.node_id == self.local.node_id || theirs.nonce == self.ours.nonce {
+            return refused_plain(Refusal::ours(
+                RefuseReason::SameNode,
+                format!(
+                    "both ends are `{}`: a node dialled itself, or two nodes share one --node-id",
+                    theirs.node_id
+                ),
+            ));
+        }
+        let send = if self.dialler {
+            seal::plain(&Frame::Proof(self.proof(true, &theirs)))
+        } else {
+            seal::plain(&Frame::Challenge(self.ours.clone()))
+        };
+        self.state = State::AwaitProof { theirs };
+        Step::Continue {
+            send,
+            trusted: false,
+        }
+    }
+
+    fn on_proof(&mut self, theirs: Challenge, proof: &[u8; 32]) -> Step {
+        let transcript = self.transcript(&theirs);
+        let genuine = self
+            .key
+            .verify(&[proof_label(!self.dialler), &transcript], proof);
+        if !genuine {
+            return refused_plain(Refusal::ours(
+                RefuseReason::BadProof,
+                format!(
+                    "`{}` and `{}` do not hold the same peer key",
+                    theirs.node_id, self.local.node_id
+                ),
+            ));
+        }
+        let mut channel =
+            SealedChannel::new(&self.key, &transcript, self.dialler, self.local.incarnation);
+        let mut send = Vec::new();
+        if !self.dialler {
+            send = seal::plain(&Frame::Proof(self.proof(false, &theirs)));
+        }
+        send.extend(channel.seal(&Frame::Hello(self.local.hello())));
+        self.state = State::AwaitHello { theirs, channel };
+        Step::Continue {
+            send,
+            trusted: true,
+        }
+    }
+
+    fn on_hello(
+        &mut self,
+        theirs: Challenge,
+        hello: Hello,
+        mut channel: SealedChannel,
+        admit: &mut dyn FnMut(&PeerIdentity) -> Result<(), Refusal>,
+    ) -> Step {
+        let peer = PeerIdentity {
+            node_id: theirs.node_id.clone(),
+            incarnation: theirs.incarnation,
+            role: theirs.role,
+            api_url: hello.api_url.clone(),
+            lease_pages_max: hello.lease_pages_max,
+        };
+        let verdict = self.compare(&theirs, &hello).and_then(|()| admit(&peer));
+        if let Err(refusal) = verdict {
+            return refused_sealed(refusal, &mut channel);
+        }
+        let send = channel.seal(&Frame::Welcome);
+        self.state = State::AwaitWelcome { peer, channel };
+        Step::Continue {
+            send,
+            trusted: true,
+        }
+    }
+
+    fn compare(&self, theirs: &Challenge, hello: &Hello) -> Result<(), Refusal> {
+        if !self.local.role.has_pages() || !theirs.role.has_pages() {
+            return Ok(());
+        }
+        let (us, them) = (&self.local.node_id, &theirs.node_id);
+        if hello.fingerprint != self.local.fingerprint {
+            return Err(Refusal::ours(
+                RefuseReason::Fingerprint,
+                format!(
+                    "models differ: `{us}` {:016x}, `{them}` {:016x}; give both the same MODEL",
+                    self.local.fingerprint, hello.fingerprint
+                ),
+            ));
+        }
+        if hello.layout_hash != self.local.layout_hash {
+            return Err(Refusal::ours(
+                RefuseReason::Layout,
+                format!(
+                    "KV layouts differ: `{us}` {:016x}, `{them}` {:016x}; give both the same \
+                     --dtype and the same kind of processor",
+                    self.local.layout_hash, hello.layout_hash
+                ),
+            ));
+        }
+        if hello.page_bytes != self.local.page_bytes {
+            return Err(Refusal::ours(
+                RefuseReason::PageBytes,
+                format!(
+                    "page sizes differ: `{us}` {} bytes, `{them}` {} bytes",
+                    self.local.page_bytes, hello.page_bytes
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    fn proof(&self, by_dialler: bool, theirs: &Challenge) -> [u8; 32] {
+        self.key
+            .mac(&[proof_label(by_dialler), &self.transcript(theirs)])
+    }
+
+    /// One hash over both challenges, the dialler's first. Keyed, so that it needs no second
+    /// hash function; ids are length-prefixed.
+    fn transcript(&self, theirs: &Challenge) -> [u8; 32] {
+        let (first, second) = if self.dialler {
+            (&self.ours, theirs)
+        } else {
+            (theirs, &self.ours)
+        };
+        let mut bytes = Vec::with_capacity(128);
+        Frame::Challenge(first.clone()).encode(&mut bytes);
+        Frame::Challenge(second.clone()).encode(&mut bytes);
+        self.key.mac(&[b"kvserve transcript 1", &bytes])
+    }
+}
+
+fn proof_label(by_dialler: bool) -> &'static [u8] {
+    if by_dialler {
+        b"kvserve proof of the dialler "
+    } else {
+        b"kvserve proof of the acceptor"
+    }
+}
+
+fn sealed(channel: &mut SealedChannel, bytes: &[u8]) -> Result<Frame, Refusal> {
+    match channel.open(bytes).map(|opened| opened.frame) {
+        Ok(Frame::Refused { reason, text }) => Err(Refusal {
+            reason,
+            text,
+            by_peer: true,
+        }),
+        Ok(frame) => Ok(frame),
+        Err(error) => Err(violation(error)),
+    }
+}
+
+fn violation(error: WireError) -> Refusal {
+    Refusal::ours(RefuseReason::Violation, error.to_string())
+}
+
+fn refused_plain(refusal: Refusal) -> Step {
+    let send = answer(&refusal).map_or_else(Vec::new, |frame| seal::plain(&frame));
+    Step::Refused { send, refusal }
+}
+
+fn refused_sealed(refusal: Refusal, channel: &mut SealedChannel) -> Step {
+    let send = answer(&refusal).map_or_else(Vec::new, |frame| channel.seal(&frame));
+    Step::Refused { send, refusal }
+}
+
+/// A peer that refused us needs no refusal back.
+fn answer(refusal: &Refusal) -> Option<Frame> {
+    (!refusal.by_peer).then(|| Frame::Refused {
+        reason: refusal.reason,
+        text: refusal.text.clone(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::seal::FrameStream;
+
+    fn node(id: &str, role: Role) -> LocalNode {
+        LocalNode {
+            node_id: id.into(),
+            incarnation: 100 + id.len() as u64,
+            role,
+            fingerprint: 1,
+            layout_hash: 2,
+            page_bytes: 4096,
+            api_url: format!("http://{id}"),
+        }
+    }
+
+    fn frames(bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut stream = FrameStream::new();
+        stream.push(bytes);
+        let mut out = Vec::new();
+        while let Some(frame) = stream.next_frame().unwrap() {
+            out.push(frame.to_vec());
+        }
+        assert!(stream.rest().is_empty());
+        out
+    }
+
+    type End = Result<(SealedChannel, PeerIdentity), Refusal>;
+
+    /// Runs both sides against each other; `bend` may change the bytes on the way.
+    fn run(
+        mut a: Handshake,
+        first: Vec<u8>,
+        mut b: Handshake,
+        mut bend: impl FnMut(usize, &mut Vec<u8>),
+    ) -> (Option<End>, Option<End>) {
+        let mut to_b = frames(&first);
+        let mut to_a = Vec::new();
+        let mut ends: (Option<End>, Option<End>) = (None, None);
+        let mut count = 0;
+        while !to_a.is_empty() || !to_b.is_empty() {
+            for turn_b in [true, false] {
+                let inbox = std::mem::take(if turn_b { &mut to_b } else { &mut to_a });
+                for mut frame in inbox {
+                    bend(count, &mut frame);
+                    count += 1;
+                    let (side, end) = if turn_b {
+                        (&mut b, &mut ends.1)
+                    } else {
+                        (&mut a, &mut ends.0)
+                    };
+                    if end.is_some() {
+                        continue;
+                    }
+                    let send = match side.on_frame(&frame, &mut |_| Ok(())) {
+                        Step::Continue { send, .. } => send,
+                        Step::Up { channel, peer } => {
+                            *end = Some(Ok((channel, peer)));
+                            Vec::new()
+                        }
+                        Step::Refused { send, refusal } => {
+                            *end = Some(Err(refusal));
+                            send
+                        }
+                    };
+                    let outbox = if turn_b { &mut to_a } else { &mut to_b };
+                    outbox.extend(frames(&send));
+                }
+            }
+        }
+        ends
+    }
+
+    fn pair(a: LocalNode, key_a: u8, b: LocalNode, key_b: u8) -> (Option<End>, Option<End>) {
+        let (a, first) = Handshake::dial(a, PeerKey::new([key_a; 32]), [1; 32]);
+        let b = Handshake::accept(b, PeerKey::new([key_b; 32]), [2; 32]);
+        run(a, first, b, |_, _| ())
+    }
+
+    fn reasons(ends: (Option<End>, Option<End>)) -> (RefuseReason, RefuseReason) {
+        (
+            ends.0.unwrap().unwrap_err().reason,
+            ends.1.unwrap().unwrap_err().reason,
+        )
+    }
+
+    #[test]
+    fn both_sides_come_up_and_their_frames_open() {
+        let (a, b) = pair(
+            node("decode", Role::Decode),
+            5,
+            node("pre", Role::Prefill),
+            5,
+        );
+        let (mut channel_a, peer_of_a) = a.unwrap().unwrap();
+        let (mut channel_b, peer_of_b) = b.unwrap().unwrap();
+        assert_eq!(
+            (peer_of_a.node_id.as_str(), peer_of_a.role),
+            ("pre", Role::Prefill)
+        );
+        assert_eq!(
+            (peer_of_b.node_id.as_str(), peer_of_b.incarnation),
+            ("decode", 106)
+        );
+        assert_eq!(peer_of_b.api_url, "http://decode");
+        let sealed = channel_a.seal(&Frame::Heartbeat);
+        assert_eq!(channel_b.open(&sealed[4..]).unwrap().incarnation, 106);
+        let sealed = channel_b.seal(&Frame::Heartbeat);
+        assert_eq!(channel_a.open(&sealed[4..]).unwrap().incarnation, 103);
+    }
+
+    #[test]
+    fn another_key_is_refused_on_both_sides() {
+        let ends = pair(node("d", Role::Decode), 5, node("p", Role::Prefill), 6);
+        assert_eq!(
+            reasons(ends),
+            (RefuseReason::BadProof, RefuseReason::BadProof)
+        );
+    }
+
+    #[test]
+    fn each_mismatch_is_refused_with_its_reason_on_both_sides() {
+        for (bend, reason) in [
+            (
+                (|n: &mut LocalNode| n.fingerprint = 9) as fn(&mut LocalNode),
+                RefuseReason::Fingerprint,
+            ),
+            (|n| n.layout_hash = 9, RefuseReason::Layout),
+            (|n| n.page_bytes = 9, RefuseReason::PageBytes),
+            (|n| n.node_id = "d".into(), RefuseReason::SameNode),
+        ] {
+            let mut other = node("p", Role::Prefill);
+            bend(&mut other);
+            let ends = pair(node("d", Role::Decode), 5, other.clone(), 5);
+            assert_eq!(reasons(ends), (reason, reason));
+        }
+    }
+
+    #[test]
+    fn a_proxy_has_nothing_to_match() {
+        let mut proxy = node("x", Role::Proxy);
+        (proxy.fingerprint, proxy.layout_hash, proxy.page_bytes) = (0, 0, 0);
+        let (a, b) = pair(node("d", Role::Decode), 5, proxy, 5);
+        assert!(a.unwrap().is_ok() && b.unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_bent_frame_anywhere_never_brings_a_session_up_on_both_sides() {
+        for at in 0..9 {
+            for byte in [0usize, 1, 5, 30] {
+                let (a, first) =
+                    Handshake::dial(node("d", Role::Decode), PeerKey::new([5; 32]), [1; 32]);
+                let b = Handshake::accept(node("p", Role::Prefill), PeerKey::new([5; 32]), [2; 32]);
+                let mut bent = false;
+                let (a, b) = run(a, first, b, |count, frame| {
+                    if count == at && byte < frame.len() {
+                        frame[byte] ^= 0x40;
+                        bent = true;
+                    }
+                });
+                if bent {
+                    let both = matches!((a, b), (Some(Ok(_)), Some(Ok(_))));
+                    assert!(!both, "frame {at}, byte {byte}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_reflected_challenge_and_proof_get_nowhere() {
+        let (mut a, first) =
+            Handshake::dial(node("d", Role::Decode), PeerKey::new([5; 32]), [1; 32]);
+        let echo = frames(&first).remove(0);
+        match a.on_frame(&echo, &mut |_| Ok(())) {
+            Step::Refused { refusal, .. } => assert_eq!(refusal.reason, RefuseReason::SameNode),
+            other => panic!("{other:?}"),
+        }
+        let (mut a, _) = Handshake::dial(node("d", Role::Decode), PeerKey::new([5; 32]), [1; 32]);
+        let challenge = seal::plain(&Frame::Challenge(Challenge {
+            protocol_min: 1,
+            protocol_max: 1,
+            nonce: [3; 32],
+            node_id: "p".into(),
+            incarnation: 4,
+            role: Role::Prefill,
+        }));
+        let Step::Continue { send, .. } = a.on_frame(&challenge[4..], &mut |_| Ok(())) else {
+            panic!("the challenge is fine");
+        };
+        match a.on_frame(&send[4..], &mut |_| Ok(())) {
+            Step::Refused { refusal, .. } => assert_eq!(refusal.reason, RefuseReason::BadProof),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_shell_can_veto_a_proven_peer() {
+        let (mut a, first) =
+            Handshake::dial(node("d", Role::Decode), PeerKey::new([5; 32]), [1; 32]);
+        let mut b = Handshake::accept(node("p", Role::Prefill), PeerKey::new([5; 32]), [2; 32]);
+        let mut yes = |_: &PeerIdentity| Ok(());
+        let mut no =
+            |_: &PeerIdentity| Err(Refusal::ours(RefuseReason::Superseded, "a later start"));
+        let sent = |step: Step| match step {
+            Step::Continue { send, .. } => frames(&send),
+            other => panic!("{other:?}"),
+        };
+        let challenge = sent(b.on_frame(&frames(&first)[0], &mut no));
+        let proof = sent(a.on_frame(&challenge[0], &mut yes));
+        let proof_and_hello = sent(b.on_frame(&proof[0], &mut no));
+        let hello = sent(a.on_frame(&proof_and_hello[0], &mut yes));
+        sent(a.on_frame(&proof_and_hello[1], &mut yes));
+        let Step::Refused { send, refusal } = b.on_frame(&hello[0], &mut no) else {
+            panic!("vetoed");
+        };
+        assert_eq!(refusal.reason, RefuseReason::Superseded);
+        match a.on_frame(&frames(&send)[0], &mut yes) {
+            Step::Refused { refusal, .. } => {
+                assert!(refusal.by_peer);
+                assert_eq!(refusal.reason, RefuseReason::Superseded);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
