@@ -1,0 +1,198 @@
+//! What a node tells of itself: gauges for `/metrics`, `/progress`, `/debug/transfers`,
+//! `/debug/pages`, and the switch of the chaos hook.
+//!
+//! Pages and slots live on the engine's shard; other shards ask it over a bounded bridge
+//! ([`DebugQuery`]), and read gauges that it publishes ten times a second.
+
+use super::NodeContext;
+use crate::metrics::gauge;
+use kvserve_kv::transport::chaos::{ChaosHandle, ChaosSpec};
+use kvserve_runtime::bridge;
+use kvserve_runtime::completion::SlotView;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How often gauges are published.
+const PUBLISH_EVERY: Duration = Duration::from_millis(100);
+
+/// Slots that one answer lists at most; the oldest first.
+const SLOTS_SHOWN_MAX: usize = 1000;
+
+/// A question for the engine's shard.
+pub enum DebugQuestion {
+    /// `/debug/transfers`
+    Transfers,
+    /// `/debug/pages`
+    Pages,
+    /// `GET /debug/chaos`
+    Chaos,
+    /// `POST /debug/chaos`
+    SetChaos(ChaosSpec),
+}
+
+/// A question and where its answer goes.
+pub struct DebugQuery {
+    /// What is asked.
+    pub question: DebugQuestion,
+    /// For exactly one answer.
+    pub answer: bridge::Sender<Value>,
+}
+
+/// What the engine's shard publishes for the others.
+#[derive(Debug, Default)]
+pub struct StatusBoard {
+    published: Mutex<Published>,
+}
+
+#[derive(Debug, Default, Clone)]
+struct Published {
+    gauges: String,
+    progress: Value,
+}
+
+impl StatusBoard {
+    /// Appends the node's gauges in Prometheus' text format.
+    pub fn write_gauges(&self, out: &mut String) {
+        out.push_str(&self.read().gauges);
+    }
+
+    /// `/progress`: age of the oldest waiter per stage, in seconds.
+    pub fn progress(&self) -> Value {
+        self.read().progress
+    }
+
+    fn read(&self) -> Published {
+        self.published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    fn publish(&self, published: Published) {
+        *self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = published;
+    }
+}
+
+/// Publishes gauges until the shard ends.
+pub async fn publish(node: Rc<NodeContext>, board: Arc<StatusBoard>) {
+    loop {
+        board.publish(Published {
+            gauges: gauges(&node),
+            progress: progress(&node.hub.live()),
+        });
+        node.shard.sleep(PUBLISH_EVERY).await;
+    }
+}
+
+/// Answers questions of all shards until the bridge closes.
+pub async fn answer(
+    node: Rc<NodeContext>,
+    chaos: ChaosHandle,
+    mut queries: bridge::Receiver<DebugQuery>,
+) {
+    while let Some(query) = queries.recv().await {
+        let value = match query.question {
+            DebugQuestion::Transfers => transfers(&node.hub.live()),
+            DebugQuestion::Pages => pages(&node),
+            DebugQuestion::Chaos => json!({ "spec": chaos.spec().to_string() }),
+            DebugQuestion::SetChaos(spec) => {
+                node.log.warn("CHAOS set", &[("spec", &spec)]);
+                chaos.set(spec);
+                json!({ "spec": chaos.spec().to_string() })
+            }
+        };
+        // Who asked may have left meanwhile.
+        let _ = query.answer.try_send(value);
+    }
+}
+
+/// Age of the oldest waiter per label, in seconds.
+fn progress(live: &[SlotView]) -> Value {
+    let mut oldest: BTreeMap<&str, f64> = BTreeMap::new();
+    for slot in live {
+        let age = oldest.entry(slot.label).or_default();
+        *age = age.max(slot.age.as_secs_f64());
+    }
+    let ages: Map<String, Value> = oldest
+        .into_iter()
+        .map(|(label, age)| (label.to_string(), json!(age)))
+        .collect();
+    json!({ "oldest_wait_s": ages })
+}
+
+fn transfers(live: &[SlotView]) -> Value {
+    let mut slots: Vec<_> = live.iter().collect();
+    slots.sort_by_key(|slot| std::cmp::Reverse(slot.age));
+    let shown: Vec<_> = slots
+        .iter()
+        .take(SLOTS_SHOWN_MAX)
+        .map(|slot| {
+            json!({
+                "label": slot.label,
+                "state": format!("{:?}", slot.phase),
+                "reason": slot.reason.map(|reason| reason.label()),
+                "owner": slot.owner,
+                "age_s": slot.age.as_secs_f64(),
+                "deadline_left_s": slot.deadline_left.as_secs_f64(),
+                "posts_outstanding": slot.posts_outstanding,
+                "holds_pages": slot.holds_guards,
+            })
+        })
+        .collect();
+    json!({ "total": live.len(), "shown": shown.len(), "slots": shown })
+}
+
+fn pages(node: &NodeContext) -> Value {
+    let (counts, total, guards) = node
+        .ledger
+        .with(|ledger| (ledger.counts(), ledger.pages(), ledger.guards_live()));
+    json!({
+        "total": total, "page_tokens": node.limits.page_tokens,
+        "free": counts.free, "building": counts.building, "ready": counts.ready,
+        "leased": counts.leased, "pulling": counts.pulling, "stopping": counts.stopping,
+        "quarantined": counts.quarantined, "guards_live": guards,
+    })
+}
+
+fn gauges(node: &NodeContext) -> String {
+    let mut out = String::with_capacity(2048);
+    let (counts, total) = node.ledger.with(|ledger| (ledger.counts(), ledger.pages()));
+    let load = node.core.load();
+    let hub = node.hub.counters();
+    for (name, value) in [
+        ("kvserve_kv_pages", total),
+        ("kvserve_kv_pages_free", counts.free),
+        ("kvserve_kv_pages_leased", counts.leased),
+        ("kvserve_kv_pages_pulling", counts.pulling),
+        ("kvserve_kv_pages_stopping", counts.stopping),
+        ("kvserve_kv_pages_quarantined", counts.quarantined),
+        ("kvserve_requests_active", node.readiness.active()),
+        ("kvserve_requests_admission_queued", node.admission.queued()),
+        ("kvserve_sequences_running", load.running),
+        ("kvserve_sequences_queued", load.queued),
+        ("kvserve_peer_prefills_active", node.peer_prefills_live.get()),
+    ] {
+        gauge(&mut out, name, "", value as f64);
+    }
+    for (name, value) in [
+        ("kvserve_preemptions_total", load.preemptions),
+        ("kvserve_slots_begun_total", hub.begun),
+        ("kvserve_slots_ended_deadline_total", hub.ended_deadline),
+        ("kvserve_slots_ended_cancelled_total", hub.ended_cancelled),
+        ("kvserve_slots_ended_failed_total", hub.ended_failed),
+        ("kvserve_completions_late_total", hub.completions_late),
+        ("kvserve_completions_duplicate_total", hub.completions_duplicate),
+        ("kvserve_completions_stray_total", hub.completions_stray),
+        ("kvserve_channels_killed_total", hub.channels_killed),
+        ("kvserve_channels_stuck_total", hub.channels_stuck),
+    ] {
+        gauge(&mut out, name, "", value as f64);
+    }
+    out
+}
