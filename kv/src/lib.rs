@@ -6,13 +6,16 @@
 //! **What it is not.** It knows no model and no HTTP: a prompt is a list of token ids, sampling
 //! parameters are opaque bytes.
 
+pub mod checksum;
 pub mod layout;
 pub mod lease;
+pub mod ledger;
 pub mod pool;
 pub mod pull;
 pub mod session;
 pub mod transport;
 
+pub use checksum::ChecksumMode;
 pub use layout::{KvDtype, KvLayout};
 pub use pool::{PageId, PoolKind, PoolMemory};
 pub use transport::{Posted, Read, Transport};

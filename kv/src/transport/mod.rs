@@ -1,7 +1,62 @@
 //! How bytes of pages move. One face for shared memory, TCP, RDMA and the simulator.
+//!
+//! A transport is a completion source that reads pages of a peer into pages of ours (PROTOCOL
+//! section 5: pull). It owns its channels and never decides when a page may be used again: that
+//! is the completion slab's and the ledger's business.
+//!
+//! | file | what |
+//! |---|---|
+//! | `tcp/` | data connections: the decode node's [`tcp::TcpTransport`], the prefill node's [`tcp::TcpReadServer`] |
+//! | `chaos.rs` | faults on purpose, between any transport's `poll` and the slab |
+//! | `sys.rs` | epoll, timerfd, readv, sendmsg: the only `libc` calls of this folder |
+
+pub mod chaos;
+mod sys;
+pub mod tcp;
 
 use crate::pool::PageId;
 use kvserve_runtime::{ChannelId, CompletionSource, WorkId};
+
+/// Codes of failed posts and completions. Below [`code::LOCAL`]: the peer's own refusal code,
+/// as its lease table gave it. From there on: what this side's transport found.
+pub mod code {
+    /// Added to an errno by the transport of this side; refusal codes of peers stay below.
+    pub const LOCAL: u32 = 0x1_0000;
+    /// The channel is unknown or its connection is gone.
+    pub const NOT_CONNECTED: u32 = LOCAL | libc::ENOTCONN as u32;
+    /// As many reads as a channel takes are on their way; post again after a completion.
+    pub const BUSY: u32 = LOCAL | libc::EAGAIN as u32;
+    /// The read names no page, or more bytes than one read may carry.
+    pub const BAD_READ: u32 = LOCAL | libc::EMSGSIZE as u32;
+    /// The caller abandoned the read; its pages are quiet.
+    pub const ABANDONED: u32 = LOCAL | libc::ECANCELED as u32;
+    /// The peer closed the connection.
+    pub const PEER_CLOSED: u32 = LOCAL | libc::ECONNRESET as u32;
+    /// The peer sent what the protocol does not allow.
+    pub const PROTOCOL: u32 = LOCAL | libc::EPROTO as u32;
+    /// The connection stood still with abandoned reads on it (PROTOCOL E3).
+    pub const STOOD_STILL: u32 = LOCAL | libc::ETIMEDOUT as u32;
+    /// The chaos hook made a good completion fail.
+    pub const CHAOS: u32 = LOCAL | 0x8000;
+
+    /// A short text for logs.
+    pub fn describe(code: u32) -> String {
+        match code {
+            NOT_CONNECTED => "channel is not connected".into(),
+            BUSY => "channel has no room for more reads".into(),
+            BAD_READ => "read is empty or longer than a read may be".into(),
+            ABANDONED => "abandoned by the caller".into(),
+            PEER_CLOSED => "peer closed the data connection".into(),
+            PROTOCOL => "peer broke the data protocol".into(),
+            STOOD_STILL => "data connection stood still".into(),
+            CHAOS => "failed by the chaos hook".into(),
+            local if local >= LOCAL => {
+                std::io::Error::from_raw_os_error((local - LOCAL) as i32).to_string()
+            }
+            refused => format!("peer refused the read with code {refused}"),
+        }
+    }
+}
 
 /// One unit of work of a pull: a run of whole pages of one lease, read from the peer into pages
 /// of ours. The transport may move it in any order; it completes when all of it is in place.
@@ -34,4 +89,13 @@ pub trait Transport: CompletionSource {
     /// # Errors
     /// [`Posted`] when the channel took only a part (back-pressure or failure).
     fn post(&mut self, channel: ChannelId, first: WorkId, reads: Vec<Read>) -> Result<(), Posted>;
+
+    /// The caller no longer wants the `count` reads from `first` on (its slot has ended). A
+    /// transport that can makes their pages quiet at once; each still gives its completion, as
+    /// [`code::ABANDONED`] and in order, unless it is already in place. Positions that have
+    /// completed, or were never posted, are passed over. The default lets the reads run to
+    /// their end, which is always right, only later.
+    fn abandon(&mut self, first: WorkId, count: usize) {
+        let (_, _) = (first, count);
+    }
 }
