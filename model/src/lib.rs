@@ -7,5 +7,11 @@
 //! with page tables.
 
 pub mod backend;
+pub mod config;
+pub mod weights;
 
 pub use backend::{Backend, SampleSpec, Sampled, Step, StepSequence, SubmitError};
+pub use config::{Architecture, ModelConfig};
+pub use weights::{
+    LayerTensor, RopeLayout, TensorId, TensorType, TensorView, Weights, dequantize_row,
+};
