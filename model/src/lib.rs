@@ -7,11 +7,28 @@
 //! with page tables.
 
 pub mod backend;
+pub mod chat_template;
 pub mod config;
+pub mod detokenizer;
+pub mod error;
+pub mod generation_config;
+pub mod gguf;
+pub mod load;
+pub mod safetensors;
+pub mod stop;
+pub mod testing;
+pub mod tokenizer;
 pub mod weights;
 
 pub use backend::{Backend, SampleSpec, Sampled, Step, StepSequence, SubmitError};
+pub use chat_template::{ChatInput, ChatTemplate, TemplateError};
 pub use config::{Architecture, ModelConfig};
+pub use detokenizer::Detokenizer;
+pub use error::{LoadError, LoadProblem};
+pub use generation_config::GenerationDefaults;
+pub use load::Model;
+pub use stop::{StopError, StopMatcher};
+pub use tokenizer::{EncodeError, Tokenizer};
 pub use weights::{
     LayerTensor, RopeLayout, TensorId, TensorType, TensorView, Weights, dequantize_row,
 };

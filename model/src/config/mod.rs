@@ -1,8 +1,15 @@
 //! What a model is made of: sizes, constants and the ids that end a text.
 //!
-//! Two files can say it: the metadata of a GGUF (`from_gguf`) and a `config.json`
-//! (`from_hf`). Both readers refuse what the engine does not compute (rope scaling, sliding
+//! Two files can say it: the metadata of a GGUF ([`from_gguf`]) and a `config.json`
+//! ([`from_hf`]). Both readers refuse what the engine does not compute (rope scaling, sliding
 //! windows, other activations): a model that would answer wrongly must not start.
+
+mod from_gguf;
+mod from_hf;
+pub(crate) mod hf_values;
+
+pub use from_gguf::from_gguf;
+pub use from_hf::from_hf;
 
 use std::fmt;
 
