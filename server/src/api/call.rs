@@ -24,6 +24,8 @@ pub struct Call {
     pub method: Method,
     /// Path without the query, as sent.
     pub path: String,
+    /// The query, without its question mark.
+    pub query: Option<String>,
     /// Headers as sent.
     pub headers: HeaderMap,
     /// The whole body.

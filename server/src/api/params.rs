@@ -84,10 +84,10 @@ const KNOWN: &[&str] = &[
 /// # Errors
 /// 400 or 404 as in api.md, naming the field.
 pub fn read(kind: Kind, fields: &Fields<'_>, model: &ServedModel) -> Result<Params, ApiError> {
-    if let Some(name) = fields.text("model")? {
-        if !model.is_named(name) {
-            return Err(ApiError::unknown_model(name, model.name()));
-        }
+    if let Some(name) = fields.text("model")?
+        && !model.is_named(name)
+    {
+        return Err(ApiError::unknown_model(name, model.name()));
     }
     unsupported::refuse(fields)?;
     let stream = fields.flag("stream")?.unwrap_or(false);

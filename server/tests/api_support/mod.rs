@@ -325,6 +325,7 @@ pub fn call(method: &str, path: &str, body: &[u8], headers: &[(&'static str, &st
     Call {
         method: Method::from_bytes(method.as_bytes()).unwrap(),
         path: path.into(),
+        query: None,
         headers: map,
         body: Bytes::copy_from_slice(body),
     }
