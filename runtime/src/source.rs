@@ -31,9 +31,9 @@ pub trait CompletionSource {
     fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize;
 
     /// Arms notification and returns the descriptor that turns readable when a poll would
-    /// find something. The shard polls once more after arming and before it parks. `None`: the
-    /// source has nothing to wait on right now, or, with work in flight, must be polled (the
-    /// shard then polls it each millisecond).
+    /// find something. The shard polls once more after arming and before it parks, so a poll
+    /// does not disarm. `None`: the source has nothing to wait on right now, or, with work in
+    /// flight, must be polled (the shard then polls it each millisecond).
     ///
     /// The descriptor stays open for as long as the source is registered: a watch on it lives
     /// on over many parks. A source with several sockets gives the descriptor of an `epoll`.
