@@ -31,9 +31,9 @@ pub trait CompletionSource {
     fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize;
 
     /// Arms notification and returns the descriptor that turns readable when a poll would
-    /// find something. The shard polls once more after arming and before it parks. `None`: the
-    /// source has nothing to wait on right now, or, with work in flight, must be polled (the
-    /// shard then polls it each millisecond).
+    /// find something. The shard polls once more after arming and before it parks, so a poll
+    /// does not disarm. `None`: the source has nothing to wait on right now, or, with work in
+    /// flight, must be polled (the shard then polls it each millisecond).
     ///
     /// The descriptor stays open for as long as the source is registered: a watch on it lives
     /// on over many parks. A source with several sockets gives the descriptor of an `epoll`.
@@ -58,9 +58,9 @@ pub trait CompletionSource {
 
     /// The waiter of this post has ended: its bytes are wanted no more. `true` is a promise
     /// that from now on nothing of this post touches the memory it named (a TCP source reads
-    /// the rest into scrap, PROTOCOL E3); the post still completes in its turn. `false`: it
-    /// cannot be taken back.
-    fn abandon(&mut self, work: WorkId) -> bool {
+    /// the rest into scrap, PROTOCOL E3); the post still completes in its turn, with whatever
+    /// status. `false`: it cannot be taken back, its memory waits for its completion.
+    fn take_back(&mut self, work: WorkId) -> bool {
         let _ = work;
         false
     }
