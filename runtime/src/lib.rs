@@ -9,6 +9,7 @@
 //! purpose async runtime: nothing here is `Send` across shards except what says so.
 
 pub mod completion;
+pub mod http;
 pub mod net;
 pub mod shard;
 pub mod source;
