@@ -11,6 +11,7 @@ pub mod chat_template;
 pub mod config;
 pub mod detokenizer;
 pub mod error;
+pub mod fetch;
 pub mod generation_config;
 pub mod gguf;
 pub mod load;
