@@ -12,6 +12,7 @@ pub mod config;
 pub mod cpu;
 pub mod detokenizer;
 pub mod error;
+pub mod fetch;
 pub mod generation_config;
 pub mod gguf;
 pub mod load;

@@ -3,8 +3,9 @@
 use kvserve_model::testing::random_qwen2::{Dtype, RandomQwen2, Sizes};
 use kvserve_model::{Architecture, LayerTensor, Model, RopeLayout, TensorId, dequantize_row};
 
-mod common;
-use common::TempFolder;
+#[path = "common/temp_folder.rs"]
+mod temp_folder;
+use temp_folder::TempFolder;
 
 const TINY_F32: &str = "c718eabf43fc602523dc1abba06927be26613567c6de2753309820c44f3e0e32";
 const TINY_BF16: &str = "535a9c658fd65e0d5e94d2e624fcb0029419b3d83b1411a0f5ffed90abdea55c";

@@ -13,6 +13,7 @@ pub mod completion;
 pub mod lane;
 pub mod limits;
 pub mod mailbox;
+pub mod http;
 pub mod net;
 pub mod sentinel;
 pub mod shard;

@@ -58,9 +58,9 @@ pub trait CompletionSource {
 
     /// The waiter of this post has ended: its bytes are wanted no more. `true` is a promise
     /// that from now on nothing of this post touches the memory it named (a TCP source reads
-    /// the rest into scrap, PROTOCOL E3); the post still completes in its turn. `false`: it
-    /// cannot be taken back.
-    fn abandon(&mut self, work: WorkId) -> bool {
+    /// the rest into scrap, PROTOCOL E3); the post still completes in its turn, with whatever
+    /// status. `false`: it cannot be taken back, its memory waits for its completion.
+    fn take_back(&mut self, work: WorkId) -> bool {
         let _ = work;
         false
     }

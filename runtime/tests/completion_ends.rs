@@ -75,7 +75,7 @@ fn by_the_end_of_its_session() {
     let end = |b: &Rig, _, slot| b.hub.end(slot, EndReason::SessionEnded);
     ends(&rig, 2, end, Err(EndReason::SessionEnded));
     rig.turn();
-    assert_eq!(rig.source.borrow().abandoned.len(), 2);
+    assert_eq!(rig.source.borrow().taken_back.len(), 2);
     assert_eq!(rig.released(), [1], "the source took the posts back");
     assert!(rig.hub.channel_is_open(rig.channel));
 }

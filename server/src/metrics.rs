@@ -68,10 +68,10 @@ impl Metrics {
     /// Counts one ended step.
     pub fn step(&self, step: &Step, wall: Duration) {
         self.steps.fetch_add(1, Relaxed);
-        self.step_tokens.fetch_add(step.tokens.len() as u64, Relaxed);
+        self.step_tokens
+            .fetch_add(step.tokens.len() as u64, Relaxed);
         self.step_compute_ns.fetch_add(step.compute_ns, Relaxed);
-        self.step_wall_ns
-            .fetch_add(wall.as_nanos() as u64, Relaxed);
+        self.step_wall_ns.fetch_add(wall.as_nanos() as u64, Relaxed);
     }
 }
 

@@ -69,7 +69,7 @@ pub(super) enum Entry {
     /// Outstanding work of the slot at this place of the slab.
     Posted(u32),
     /// Outstanding work whose slot has let go of it: it names no memory any more.
-    Abandoned,
+    TakenBack,
     /// A position that was reserved and never posted, or is not in use.
     Void,
 }
@@ -99,7 +99,7 @@ pub(super) struct Channel {
     /// Of these, posts whose waiter has ended and whose memory is still named.
     pub pinned: u64,
     /// Of these, posts whose waiter has ended and that name no memory.
-    pub abandoned: u64,
+    pub taken_back: u64,
     busy_since: Nanos,
     busy_retired: u64,
     retired_at: Nanos,
@@ -118,7 +118,7 @@ impl Channel {
             next_retire: 0,
             outstanding: 0,
             pinned: 0,
-            abandoned: 0,
+            taken_back: 0,
             busy_since: Nanos(0),
             busy_retired: 0,
             retired_at: Nanos(0),
@@ -205,7 +205,7 @@ impl Channel {
         self.next_retire += 1;
         match entry {
             Entry::Posted(_) => {}
-            Entry::Abandoned => self.abandoned -= 1,
+            Entry::TakenBack => self.taken_back -= 1,
             Entry::Void => return Some(entry),
         }
         self.outstanding -= 1;
@@ -233,29 +233,29 @@ impl Channel {
                 self.outstanding -= 1;
                 Some(slot)
             }
-            Entry::Abandoned | Entry::Void => None,
+            Entry::TakenBack | Entry::Void => None,
         }
     }
 
     /// Notes that the post at `position` names no memory any more; gives its slot.
-    pub fn abandon(&mut self, position: u64) -> Option<u32> {
+    pub fn take_back(&mut self, position: u64) -> Option<u32> {
         if self.position(position) != Position::Outstanding {
             return None;
         }
         let place = self.place(position);
         match self.ring[place] {
             Entry::Posted(slot) => {
-                self.ring[place] = Entry::Abandoned;
-                self.abandoned += 1;
+                self.ring[place] = Entry::TakenBack;
+                self.taken_back += 1;
                 Some(slot)
             }
-            Entry::Abandoned | Entry::Void => None,
+            Entry::TakenBack | Entry::Void => None,
         }
     }
 
     /// Whether posts of ended waiters are outstanding.
     pub fn has_orphans(&self) -> bool {
-        self.pinned + self.abandoned > 0
+        self.pinned + self.taken_back > 0
     }
 
     /// The event that tells the ladder about a waiter that ended.

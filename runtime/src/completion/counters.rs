@@ -83,7 +83,7 @@ pub struct HubCounters {
     /// Posts that ended with their killed channel, without a completion.
     pub posts_lost: u64,
     /// Posts their source took back after their waiter had ended.
-    pub posts_abandoned: u64,
+    pub posts_taken_back: u64,
     /// Channels killed.
     pub channels_killed: u64,
     /// Killed channels that were proven quiet.

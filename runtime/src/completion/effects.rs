@@ -25,7 +25,7 @@ pub enum Order {
         channel: ChannelId,
     },
     /// The waiter of this post is gone; take it back if you can (PROTOCOL E3).
-    Abandon {
+    TakeBack {
         /// Whose post.
         source: SourceId,
         /// Which.

@@ -457,13 +457,13 @@ impl Hub {
                         source.borrow_mut().kill(channel);
                     }
                 }
-                Some(Order::Abandon { source, work }) => {
+                Some(Order::TakeBack { source, work }) => {
                     let Some(source) = self.source(source) else {
                         continue;
                     };
-                    let quiet = source.borrow_mut().abandon(work);
+                    let quiet = source.borrow_mut().take_back(work);
                     if quiet {
-                        self.0.core.borrow_mut().abandoned(work);
+                        self.0.core.borrow_mut().taken_back(work);
                     }
                 }
             }

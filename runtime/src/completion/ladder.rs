@@ -47,10 +47,10 @@ pub struct StopRule {
     pub drain: Duration,
     /// Whether one failed completion is the end of the channel.
     pub error_is_terminal: bool,
-    /// Whether its source may be able to take a post back ([`CompletionSource::abandon`]).
+    /// Whether its source may be able to take a post back ([`CompletionSource::take_back`]).
     ///
-    /// [`CompletionSource::abandon`]: crate::source::CompletionSource::abandon
-    pub can_abandon: bool,
+    /// [`CompletionSource::take_back`]: crate::source::CompletionSource::take_back
+    pub can_take_back: bool,
 }
 
 impl StopRule {
@@ -62,12 +62,12 @@ impl StopRule {
             by_rate: false,
             drain: DRAIN_BOUND,
             error_is_terminal: false,
-            can_abandon: true,
+            can_take_back: true,
         };
         let steps = StopRule {
             still: GRACE_STEP,
             at_most: GRACE_STEP,
-            can_abandon: false,
+            can_take_back: false,
             ..bytes
         };
         match kind {
@@ -78,7 +78,7 @@ impl StopRule {
             ChannelKind::Rdma => StopRule {
                 by_rate: true,
                 error_is_terminal: true,
-                can_abandon: false,
+                can_take_back: false,
                 ..bytes
             },
             ChannelKind::EngineLane => steps,
@@ -160,7 +160,7 @@ pub(super) enum Event {
     Tick {
         /// The source's measure of progress.
         moved: u64,
-        /// Whether posts of ended waiters still hold memory (were not abandoned).
+        /// Whether posts of ended waiters still hold memory (were not taken back).
         pinned: bool,
         /// How long they may.
         allowance: Duration,
@@ -312,7 +312,7 @@ mod tests {
         by_rate: false,
         drain: DRAIN_BOUND,
         error_is_terminal: false,
-        can_abandon: true,
+        can_take_back: true,
     };
 
     fn ms(value: u64) -> Nanos {

@@ -305,10 +305,10 @@ impl Slab {
     fn orphan(&mut self, index: u32, channel: u16, posts: u32, now: Nanos) {
         let orphaned_on = &mut self.channels[channel as usize];
         orphaned_on.pinned += u64::from(posts);
-        if orphaned_on.phase.takes_posts() && orphaned_on.rule.can_abandon {
+        if orphaned_on.phase.takes_posts() && orphaned_on.rule.can_take_back {
             for position in orphaned_on.unretired() {
                 if orphaned_on.entry(position) == Entry::Posted(index) {
-                    self.effects.orders.push_back(Order::Abandon {
+                    self.effects.orders.push_back(Order::TakeBack {
                         source: orphaned_on.source,
                         work: WorkId::new(orphaned_on.id, position),
                     });
@@ -319,7 +319,7 @@ impl Slab {
         self.climb(channel, event, now);
     }
 
-    /// One post of a slot is outstanding no more: retired, voided, abandoned or lost.
+    /// One post of a slot is outstanding no more: retired, voided, taken back or lost.
     fn release_post(&mut self, index: u32, channel: u16) -> State {
         let slot = self.slots.at(index);
         slot.share_remove(channel);
@@ -462,12 +462,12 @@ impl Slab {
     }
 
     /// The source has promised that `work`, of an ended waiter, touches no memory any more.
-    pub fn abandoned(&mut self, work: WorkId) {
+    pub fn taken_back(&mut self, work: WorkId) {
         let Some(number) = self.find_channel(work.channel()) else {
             return;
         };
-        if let Some(index) = self.channels[number as usize].abandon(work.position()) {
-            self.counters.posts_abandoned += 1;
+        if let Some(index) = self.channels[number as usize].take_back(work.position()) {
+            self.counters.posts_taken_back += 1;
             let state = self.release_post(index, number);
             debug_assert!(matches!(state, State::Stopping(_)), "only orphans are");
             self.end_physically_if_quiet(index);
@@ -517,7 +517,7 @@ impl Slab {
             };
             match entry {
                 Entry::Void => {}
-                Entry::Abandoned => {
+                Entry::TakenBack => {
                     self.count_retired();
                     self.counters.completions_late += 1;
                 }
@@ -669,7 +669,7 @@ impl Slab {
             };
             match entry {
                 Entry::Void => continue,
-                Entry::Abandoned => {}
+                Entry::TakenBack => {}
                 Entry::Posted(index) => {
                     self.slots.at(index).stuck |= stuck;
                     self.release_post(index, number);

@@ -339,10 +339,10 @@ fn posts_that_their_source_took_back_hold_no_guards_and_the_channel_lives() {
     core.forget(slot, ms(1));
     let orders: Vec<Order> = core.effects.orders.drain(..).collect();
     assert_eq!(orders.len(), 2);
-    core.abandoned(work);
-    core.abandoned(work);
+    core.taken_back(work);
+    core.taken_back(work);
     assert!(core.effects.guards.is_empty());
-    core.abandoned(work.offset(1));
+    core.taken_back(work.offset(1));
     assert_eq!(core.effects.guards, [GuardEnd::Release(token(1))]);
     for at in 2..500 {
         core.look(channel, at, ms(at));
@@ -619,7 +619,7 @@ impl World {
         while let Some(order) = self.core.effects.orders.pop_front() {
             match order {
                 Order::Kill { .. } => {}
-                Order::Abandon { work, .. } => {
+                Order::TakeBack { work, .. } => {
                     if self.random.below(2) == 0 {
                         let device = (self.devices.iter_mut())
                             .find(|device| device.id == work.channel())
@@ -627,7 +627,7 @@ impl World {
                         if let Some(named) = device.live.get_mut(&work.position()) {
                             *named = None;
                         }
-                        self.core.abandoned(work);
+                        self.core.taken_back(work);
                     }
                 }
             }

@@ -46,7 +46,7 @@ impl GuardKeeper for Ledger {
 pub struct Scripted {
     pub due: VecDeque<Completed>,
     pub killed: Vec<ChannelId>,
-    pub abandoned: Vec<WorkId>,
+    pub taken_back: Vec<WorkId>,
     pub takes_back: bool,
     pub reap: Option<Reap>,
 }
@@ -74,8 +74,8 @@ impl CompletionSource for Scripted {
         self.reap.unwrap_or(Reap::Draining(1))
     }
 
-    fn abandon(&mut self, work: WorkId) -> bool {
-        self.abandoned.push(work);
+    fn take_back(&mut self, work: WorkId) -> bool {
+        self.taken_back.push(work);
         self.takes_back
     }
 }

@@ -126,6 +126,9 @@ pub struct NodeArgs {
     /// Allow a bind to another address than loopback without an API key.
     #[arg(long)]
     pub insecure_no_auth: bool,
+    /// How many nodes share this machine's memory (set by `up`, which also prints the summary).
+    #[arg(long, value_name = "N", hide = true)]
+    pub share_memory_with: Option<u32>,
     /// Faults to inject, e.g. completion=lose@0.1 (loopback only).
     #[arg(long, value_name = "SPEC")]
     pub chaos: Option<ChaosSpec>,

@@ -4,6 +4,7 @@ mod args;
 mod parse;
 
 pub use args::{
-    Cli, Command, FetchArgs, JoinArgs, ModelArg, NodeArgs, NodeCommand, ProxyArgs, UpArgs,
+    Cli, Command, CoreList, Dtype, FetchArgs, JoinArgs, LogFormat, ModelArg, NodeArgs, NodeCommand,
+    ProxyArgs, UpArgs,
 };
 pub use parse::{parse_cores, parse_duration, parse_size};

@@ -26,7 +26,9 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     if bytes >= 1.0 && bytes < (1u64 << 62) as f64 {
         Ok(bytes as u64)
     } else {
-        Err(format!("`{text}` is out of range: a size is at least one byte and below 4 EiB"))
+        Err(format!(
+            "`{text}` is out of range: a size is at least one byte and below 4 EiB"
+        ))
     }
 }
 
@@ -45,7 +47,11 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "" | "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
-        _ => return Err(format!("`{text}` is not a duration; write e.g. 300ms, 5s or 2m")),
+        _ => {
+            return Err(format!(
+                "`{text}` is not a duration; write e.g. 300ms, 5s or 2m"
+            ));
+        }
     };
     let value: f64 = number
         .parse()
@@ -54,7 +60,9 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     if seconds > 0.0 && seconds <= 86_400.0 {
         Ok(Duration::from_secs_f64(seconds))
     } else {
-        Err(format!("`{text}` is out of range: a duration is above 0 and at most 24h"))
+        Err(format!(
+            "`{text}` is out of range: a duration is above 0 and at most 24h"
+        ))
     }
 }
 

@@ -55,7 +55,11 @@ pub struct CodecError {
 
 impl std::fmt::Display for CodecError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} bytes are not a valid {} frame", self.bytes, self.frame)
+        write!(
+            f,
+            "{} bytes are not a valid {} frame",
+            self.bytes, self.frame
+        )
     }
 }
 

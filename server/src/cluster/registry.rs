@@ -1,7 +1,7 @@
 //! The proxy's view of the nodes: each is kept as long as it reports. Sans-IO.
 
-use super::codec::{NodeReport, Roster, RosterEntry};
 use super::REPORT_TTL;
+use super::codec::{NodeReport, Roster, RosterEntry};
 use kvserve_runtime::Nanos;
 use std::collections::BTreeMap;
 

@@ -17,7 +17,7 @@ use crate::scheduler::{
     QueueFull, Scheduler, SchedulerEvent, SchedulerLimits, SequenceId, SequenceSpec, SequenceView,
 };
 use futures_lite::future;
-use kvserve_kv::{LedgerCell, PageId};
+use kvserve_kv::{PageId, ledger::LedgerCell};
 use kvserve_model::{Backend, Sampled, Step};
 use kvserve_runtime::completion::{Hub, OpenError};
 use kvserve_runtime::{ChannelId, ChannelKind, Deadline, EndReason, Nanos, Shard};
@@ -138,7 +138,10 @@ impl Drop for Sequence {
         let mut state = inner.state.borrow_mut();
         state.mailboxes.remove(&self.id);
         let scheduler = &mut state.scheduler;
-        if inner.ledger.with(|ledger| scheduler.remove(self.id, ledger)) {
+        if inner
+            .ledger
+            .with(|ledger| scheduler.remove(self.id, ledger))
+        {
             drop(state);
             inner.wake.notify();
         }
@@ -288,7 +291,10 @@ impl EngineCore {
         let work = match inner.hub.reserve(completion.slot(), inner.channel, 1) {
             Ok(work) => work,
             Err(error) => {
-                self.fail_step(members, &format!("the engine's channel took no post: {error}"));
+                self.fail_step(
+                    members,
+                    &format!("the engine's channel took no post: {error}"),
+                );
                 return Some(step);
             }
         };
@@ -296,7 +302,10 @@ impl EngineCore {
         if let Err(error) = submitted {
             inner.hub.unpost(work, 1, 0);
             drop(completion);
-            self.fail_step(members, &format!("the engine refused a step: {:?}", error.reason));
+            self.fail_step(
+                members,
+                &format!("the engine refused a step: {:?}", error.reason),
+            );
             return Some(error.step);
         }
         let ended = completion.await;
@@ -355,7 +364,11 @@ impl EngineCore {
 
     fn fail_step(&self, members: &[SequenceId], why: &str) {
         self.inner.metrics.steps_failed.fetch_add(1, Relaxed);
-        self.inner.state.borrow_mut().scheduler.abandon_step(members);
+        self.inner
+            .state
+            .borrow_mut()
+            .scheduler
+            .abandon_step(members);
         for id in members {
             self.fail(
                 *id,

@@ -2,7 +2,7 @@
 
 use super::sequence::{Phase, SequenceId, Standing};
 use super::table::{Scheduler, SchedulerEvent};
-use kvserve_kv::{AllocateAs, Ledger};
+use kvserve_kv::ledger::{AllocateAs, Ledger};
 use kvserve_model::{SampleSpec, Step, StepSequence};
 
 impl Scheduler {

@@ -1,9 +1,11 @@
 //! The table of sequences and everything that happens to one between steps.
 
 use super::limits::SchedulerLimits;
-use super::sequence::{Phase, PagesFrom, Sequence, SequenceId, SequenceSpec, SequenceView, Standing};
+use super::sequence::{
+    PagesFrom, Phase, Sequence, SequenceId, SequenceSpec, SequenceView, Standing,
+};
 use crate::engine::FinishReason;
-use kvserve_kv::{Ledger, PageId};
+use kvserve_kv::{PageId, ledger::Ledger};
 use kvserve_model::{Sampled, Step};
 use kvserve_runtime::Nanos;
 use std::collections::VecDeque;
@@ -247,7 +249,12 @@ impl Scheduler {
     /// older than `than`. True if one was found.
     pub(super) fn preempt_younger(&mut self, than: SequenceId, ledger: &mut Ledger) -> bool {
         let than_arrival = self.get(than).map_or(u64::MAX, |s| s.arrival);
-        let oldest = self.running.iter().filter_map(|id| self.get(*id)).map(|s| s.arrival).min();
+        let oldest = self
+            .running
+            .iter()
+            .filter_map(|id| self.get(*id))
+            .map(|s| s.arrival)
+            .min();
         let victim = self
             .running
             .iter()

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::engine::{FinishReason, SamplingParams};
-use kvserve_kv::{AllocateAs, Ledger};
+use kvserve_kv::ledger::{AllocateAs, Ledger};
 use kvserve_model::{Sampled, Step};
 use kvserve_runtime::{Deadline, Nanos};
 use std::time::Duration;
@@ -92,8 +92,12 @@ impl Bench {
                 })
             })
             .collect();
-        self.scheduler
-            .finish_step(&self.members, &self.step, &mut self.ledger, &mut self.events);
+        self.scheduler.finish_step(
+            &self.members,
+            &self.step,
+            &mut self.ledger,
+            &mut self.events,
+        );
     }
 
     fn tokens_of(&self, id: SequenceId) -> Vec<u32> {
@@ -118,7 +122,10 @@ fn a_long_prompt_is_computed_in_chunks_and_sampled_once() {
     let mut chunks = Vec::new();
     for _ in 0..3 {
         bench.plan();
-        chunks.push((bench.step.tokens.len(), bench.step.sequences[0].sample.is_some()));
+        chunks.push((
+            bench.step.tokens.len(),
+            bench.step.sequences[0].sample.is_some(),
+        ));
         bench.finish(false);
     }
     assert_eq!(chunks, [(8, false), (8, false), (3, true)]);
@@ -155,7 +162,12 @@ fn decode_rows_share_the_step_with_a_prefill_chunk() {
     bench.finish(false);
     bench.submit(20, 1);
     bench.plan();
-    let lengths: Vec<_> = bench.step.sequences.iter().map(|s| s.tokens.len()).collect();
+    let lengths: Vec<_> = bench
+        .step
+        .sequences
+        .iter()
+        .map(|s| s.tokens.len())
+        .collect();
     assert_eq!(lengths, [1, 8]);
 }
 
@@ -175,7 +187,11 @@ fn a_full_pool_preempts_the_youngest_and_everybody_still_ends() {
     assert!(bench.scheduler.preemptions() > 0);
     let expected: Vec<u32> = (6..16).collect();
     assert_eq!(bench.tokens_of(old), expected);
-    assert_eq!(bench.tokens_of(young), expected, "a preempted sequence samples nothing twice");
+    assert_eq!(
+        bench.tokens_of(young),
+        expected,
+        "a preempted sequence samples nothing twice"
+    );
     assert_eq!(bench.ledger.counts().free, 5);
 }
 
@@ -187,7 +203,11 @@ fn a_sequence_that_outgrows_the_whole_pool_is_told_so() {
         bench.plan();
         bench.finish(false);
     }
-    assert!(bench.events.contains(&SchedulerEvent::OutOfPages { sequence: id }));
+    assert!(
+        bench
+            .events
+            .contains(&SchedulerEvent::OutOfPages { sequence: id })
+    );
     assert!(!bench.scheduler.has_work());
     assert_eq!(bench.ledger.counts().free, 2);
 }
@@ -243,7 +263,11 @@ fn a_lease_ends_with_its_first_token_and_its_pages_are_the_leases() {
     }
     assert_eq!(bench.tokens_of(id), [10]);
     assert!(!bench.scheduler.has_work());
-    assert_eq!(bench.ledger.counts().leased, 3, "the lease frees its pages, not the scheduler");
+    assert_eq!(
+        bench.ledger.counts().leased,
+        3,
+        "the lease frees its pages, not the scheduler"
+    );
 }
 
 #[test]
@@ -289,9 +313,7 @@ fn expired_sequences_are_named_wherever_they_are() {
     let mut expired = Vec::new();
     bench.scheduler.expired(Nanos(0), &mut expired);
     assert!(expired.is_empty());
-    bench
-        .scheduler
-        .expired(Nanos(61_000_000_000), &mut expired);
+    bench.scheduler.expired(Nanos(61_000_000_000), &mut expired);
     assert_eq!(expired, [running, waiting]);
 }
 

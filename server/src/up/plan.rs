@@ -185,7 +185,10 @@ fn make_key() -> Result<PathBuf, String> {
     let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
     let folder = std::env::temp_dir().join(format!("kvserve-up-{}", hex(&key[32..])));
     let failed = |error: std::io::Error| {
-        format!("cannot write the cluster's key in {}: {error}", folder.display())
+        format!(
+            "cannot write the cluster's key in {}: {error}",
+            folder.display()
+        )
     };
     std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700)
         .create(&folder)

@@ -120,7 +120,7 @@ impl<T: Transport> Transport for ChaosTransport<T> {
     }
 
     fn abandon(&mut self, first: WorkId, count: usize) {
-        self.inner.abandon(first, count);
+        Transport::abandon(&mut self.inner, first, count);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! A folder for one test.
 
 use std::path::{Path, PathBuf};
 
