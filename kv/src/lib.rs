@@ -10,6 +10,7 @@ pub mod checksum;
 pub mod layout;
 pub mod lease;
 pub mod ledger;
+pub mod peer;
 pub mod pool;
 pub mod pull;
 pub mod session;

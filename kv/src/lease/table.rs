@@ -105,6 +105,8 @@ pub enum GrantError {
     Twice,
     /// More pages than a lease may have: wanted, most.
     Pages(usize, usize),
+    /// The ledger does not have them as reserved pages.
+    NotReserved,
 }
 
 /// Why a read of leased pages is refused (PROTOCOL L6).

@@ -665,7 +665,9 @@ impl Attempt {
             | FailReason::CommitRefused(_)
             | FailReason::Fenced
             | FailReason::Violation(_)
-            | FailReason::Cancelled => false,
+            | FailReason::Cancelled
+            | FailReason::NotBegun(_)
+            | FailReason::NoPages { .. } => false,
         };
         let computing = match self.phase {
             AttemptPhase::Asked | AttemptPhase::Pulling => true,

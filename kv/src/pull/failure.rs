@@ -3,6 +3,7 @@
 use crate::session::{AbortReason, CommitOutcome};
 use kvserve_runtime::EndReason;
 use std::fmt;
+use std::time::Duration;
 
 /// Where an attempt stood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,6 +77,34 @@ pub enum FailReason {
     Violation(&'static str),
     /// The migration was dropped.
     Cancelled,
+    /// It was not begun: this is missing.
+    NotBegun(NotBegun),
+    /// This node has no pages to pull into: wanted, free.
+    NoPages {
+        /// Pages wanted.
+        wanted: usize,
+        /// Pages free.
+        free: usize,
+    },
+}
+
+/// Why a migration could not even be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotBegun {
+    /// No session with that node is up.
+    NoSession,
+    /// It has missed heartbeats: no new work for it.
+    Suspect,
+    /// It computes nothing for peers.
+    NotAPrefillNode,
+    /// The data connection is not there (yet).
+    NoDataConnection,
+    /// The prompt, the payload or the target pages are over their cap.
+    TooLong,
+    /// An attempt of this request with this number, or a higher one, was begun.
+    OldAttempt,
+    /// This node has no pool, or pulls nothing.
+    NotADecodeNode,
 }
 
 impl FailReason {
@@ -96,6 +125,8 @@ impl FailReason {
             FailReason::Fenced => "fenced",
             FailReason::Violation(_) => "violation",
             FailReason::Cancelled => "cancelled",
+            FailReason::NotBegun(_) => "not_begun",
+            FailReason::NoPages { .. } => "no_pages",
         }
     }
 
@@ -105,7 +136,11 @@ impl FailReason {
             FailReason::RequestDeadline | FailReason::Refused(_) | FailReason::Cancelled => {
                 Retry::Fail
             }
-            FailReason::NoPost => Retry::Recompute,
+            FailReason::NoPost
+            | FailReason::NoPages { .. }
+            | FailReason::NotBegun(
+                NotBegun::TooLong | NotBegun::NotADecodeNode | NotBegun::OldAttempt,
+            ) => Retry::Recompute,
             // The data connection is made anew; the lease was whole.
             FailReason::Read(_) => Retry::SamePair,
             FailReason::StageLimit
@@ -116,7 +151,13 @@ impl FailReason {
             | FailReason::Checksum(_)
             | FailReason::CommitRefused(_)
             | FailReason::Fenced
-            | FailReason::Violation(_) => Retry::OtherPair,
+            | FailReason::Violation(_)
+            | FailReason::NotBegun(
+                NotBegun::NoSession
+                | NotBegun::Suspect
+                | NotBegun::NotAPrefillNode
+                | NotBegun::NoDataConnection,
+            ) => Retry::OtherPair,
         }
     }
 }
@@ -130,6 +171,8 @@ pub struct MigrationError {
     pub reason: FailReason,
     /// What may be tried next.
     pub retry: Retry,
+    /// When the prefill node wants to be asked again; only with `Busy`.
+    pub retry_after: Option<Duration>,
     /// For logs and error bodies.
     pub message: String,
 }
@@ -137,12 +180,29 @@ pub struct MigrationError {
 impl MigrationError {
     /// An error at `stage` for `reason`.
     pub fn new(stage: Stage, reason: FailReason) -> Self {
+        let retry_after = match reason {
+            FailReason::Busy { retry_ms } => Some(Duration::from_millis(retry_ms.into())),
+            _ => None,
+        };
         MigrationError {
             stage,
             reason,
             retry: reason.retry(),
+            retry_after,
             message: format!("migration failed at {}: {reason:?}", stage.label()),
         }
+    }
+
+    /// This node has no pages to pull into.
+    pub fn no_pages(wanted: usize, free: usize) -> Self {
+        MigrationError::new(Stage::Pair, FailReason::NoPages { wanted, free })
+    }
+
+    /// The peer sent something that the layer above cannot read.
+    pub fn protocol(what: String) -> Self {
+        let mut error = MigrationError::new(Stage::Prefill, FailReason::Violation("payload"));
+        error.message = format!("migration failed at {}: {what}", error.stage.label());
+        error
     }
 }
 

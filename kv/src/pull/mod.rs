@@ -18,7 +18,7 @@ mod failure;
 mod runs;
 
 pub use attempt::{Attempt, AttemptPhase, PullEffect, PullEvent, PullLimits, PullNews};
-pub use failure::{FailReason, MigrationError, Retry, Stage};
+pub use failure::{FailReason, MigrationError, NotBegun, Retry, Stage};
 pub use runs::READ_BYTES_MAX;
 
 #[cfg(test)]

@@ -509,6 +509,8 @@ fn every_refused_commit_fails_with_its_outcome() {
     assert!(bed.take().is_empty(), "another lease's answer");
 }
 
+type Act = Box<dyn Fn(&mut Bed)>;
+
 #[test]
 fn a_peer_that_breaks_the_protocol_is_not_believed() {
     let mut bed = Bed::asked();
@@ -525,7 +527,7 @@ fn a_peer_that_breaks_the_protocol_is_not_believed() {
         Some(FailReason::Violation(_))
     ));
     assert_eq!(bed.sent(is_release), 1);
-    let breaks: Vec<Box<dyn Fn(&mut Bed)>> = vec![
+    let breaks: Vec<Act> = vec![
         Box::new(|bed| bed.watermark(1, 1, &[2])),
         Box::new(|bed| bed.watermark(1, 0, &[1, 2, 3, 4])),
         Box::new(|bed| {
@@ -588,6 +590,8 @@ fn each_reason_has_a_label_of_its_own() {
         FailReason::Fenced,
         FailReason::Violation("x"),
         FailReason::Cancelled,
+        FailReason::NotBegun(NotBegun::NoSession),
+        FailReason::NoPages { wanted: 2, free: 1 },
     ];
     let labels: std::collections::BTreeSet<_> = reasons.iter().map(|r| r.label()).collect();
     assert_eq!(labels.len(), reasons.len());

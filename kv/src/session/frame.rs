@@ -27,6 +27,9 @@ pub const API_URL_BYTES_MAX: usize = 256;
 /// Bytes of the text that explains a refusal.
 pub const REASON_TEXT_BYTES_MAX: usize = 512;
 
+/// Bits of `Hello::features` that must be equal on both sides.
+pub const FEATURES_EQUAL: u64 = 0xFF;
+
 /// First protocol version this build speaks.
 pub const PROTOCOL_MIN: u16 = 1;
 /// Last protocol version this build speaks.
@@ -148,6 +151,8 @@ pub enum RefuseReason {
     Forgotten = 16,
     /// Too many sessions.
     Full = 17,
+    /// Settings that must be equal on both sides (the checksum mode) differ.
+    Settings = 18,
 }
 
 impl RefuseReason {
@@ -171,6 +176,7 @@ impl RefuseReason {
             15 => RefuseReason::Disconnected,
             16 => RefuseReason::Forgotten,
             17 => RefuseReason::Full,
+            18 => RefuseReason::Settings,
             _ => return None,
         })
     }
@@ -195,6 +201,7 @@ impl RefuseReason {
             RefuseReason::Disconnected => "disconnected",
             RefuseReason::Forgotten => "forgotten",
             RefuseReason::Full => "full",
+            RefuseReason::Settings => "settings",
         }
     }
 }
@@ -305,7 +312,8 @@ pub struct Challenge {
 /// What must match before two nodes exchange pages (PROTOCOL S2).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Feature bits; unknown ones are ignored.
+    /// The low byte must be equal on both sides (the checksum mode); the other bits are
+    /// optional features, unknown ones are ignored.
     pub features: u64,
     /// Which model, which weights.
     pub fingerprint: u64,

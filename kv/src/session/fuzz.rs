@@ -225,25 +225,20 @@ fn a_stream_of_garbage_ends_with_an_error_and_holds_little() {
         let mut stream = FrameStream::new();
         let mut channel = SealedChannel::new(&PeerKey::new([1; 32]), &[2; 32], true, 3);
         let mut ended = false;
-        'pushes: for _ in 0..200 {
+        for _ in 0..200 {
             let length = rng.below(400);
             stream.push(&rng.bytes(length));
-            loop {
-                match stream.next_frame() {
-                    Ok(None) => break,
-                    Ok(Some(frame)) => match channel.open(frame) {
-                        Err(WireError::Mac | WireError::TooShort(_)) => {
-                            ended = true;
-                            break 'pushes;
-                        }
-                        other => panic!("seed {seed}: {other:?}"),
-                    },
-                    Err(WireError::TooLong(..) | WireError::TooShort(_)) => {
-                        ended = true;
-                        break 'pushes;
-                    }
-                    Err(other) => panic!("seed {seed}: {other:?}"),
-                }
+            match stream.next_frame() {
+                Ok(None) => {}
+                Ok(Some(frame)) => match channel.open(frame) {
+                    Err(WireError::Mac | WireError::TooShort(_)) => ended = true,
+                    other => panic!("seed {seed}: {other:?}"),
+                },
+                Err(WireError::TooLong(..) | WireError::TooShort(_)) => ended = true,
+                Err(other) => panic!("seed {seed}: {other:?}"),
+            }
+            if ended {
+                break;
             }
             assert!(stream.rest().len() <= HANDSHAKE_FRAME_BYTES_MAX + 404);
         }

@@ -5,8 +5,8 @@
 //! when each side has welcomed the other's.
 
 use super::frame::{
-    Challenge, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX, PROTOCOL_MIN, REASON_TEXT_BYTES_MAX,
-    RefuseReason, Role,
+    Challenge, FEATURES_EQUAL, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX, PROTOCOL_MIN,
+    REASON_TEXT_BYTES_MAX, RefuseReason, Role,
 };
 use super::seal::{self, PeerKey, SealedChannel, WireError};
 
@@ -27,12 +27,14 @@ pub struct LocalNode {
     pub page_bytes: u64,
     /// Base URL of its API.
     pub api_url: String,
+    /// See [`Hello::features`].
+    pub features: u64,
 }
 
 impl LocalNode {
     fn hello(&self) -> Hello {
         Hello {
-            features: 0,
+            features: self.features,
             fingerprint: self.fingerprint,
             layout_hash: self.layout_hash,
             page_bytes: self.page_bytes,
@@ -361,6 +363,19 @@ impl Handshake {
                 ),
             ));
         }
+        let (ours, theirs) = (
+            self.local.features & FEATURES_EQUAL,
+            hello.features & FEATURES_EQUAL,
+        );
+        if ours != theirs {
+            return Err(Refusal::ours(
+                RefuseReason::Settings,
+                format!(
+                    "settings differ: `{us}` {ours:#x}, `{them}` {theirs:#x}; give both the same \
+                     checksum mode"
+                ),
+            ));
+        }
         Ok(())
     }
 
@@ -440,6 +455,7 @@ mod tests {
             layout_hash: 2,
             page_bytes: 4096,
             api_url: format!("http://{id}"),
+            features: 0x102,
         }
     }
 
@@ -556,6 +572,7 @@ mod tests {
             ),
             (|n| n.layout_hash = 9, RefuseReason::Layout),
             (|n| n.page_bytes = 9, RefuseReason::PageBytes),
+            (|n| n.features = 0x101, RefuseReason::Settings),
             (|n| n.node_id = "d".into(), RefuseReason::SameNode),
         ] {
             let mut other = node("p", Role::Prefill);

@@ -1,0 +1,575 @@
+//! The hub itself: what one shard holds of its peers, and its public face.
+
+use super::config::{
+    PeerConfig, PeerCounters, PeerEvents, PeerParts, PeerState, PeerView, PrefillAsk, PrefillError,
+    PrefillService, SendError,
+};
+use super::connect::Dial;
+use super::migrate::{AttemptCell, Migration, drive};
+use super::serve::{Authority, Producer};
+use super::session::{PullPath, Session};
+use crate::lease::{LeaseCounters, LeaseTable, LeaseView, PeerSession};
+use crate::ledger::LedgerCell;
+use crate::pool::PoolMemory;
+use crate::pull::{Attempt, FailReason, MigrationError, NotBegun, PullEvent, Stage};
+use crate::session::frame::{
+    API_URL_BYTES_MAX, APP_BYTES_MAX, LEASE_PAGES_MAX, NODE_ID_BYTES_MAX, PAYLOAD_BYTES_MAX,
+    PROMPT_TOKENS_MAX,
+};
+use crate::session::{AttemptId, Frame, Pulse, RefuseReason, RequestId, Role};
+use crate::transport::chaos::{ChaosHandle, ChaosTransport};
+use crate::transport::tcp::{
+    ChannelState, ServerConfig, ServerCounters, TcpConfig, TcpCounters, TcpReadServer, TcpTransport,
+};
+use kvserve_runtime::completion::{Hub, SourceId};
+use kvserve_runtime::net::TcpListener;
+use kvserve_runtime::{Nanos, Shard};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Everything about pages; a proxy has none of it.
+pub(super) struct Pages {
+    pub pool: Arc<PoolMemory>,
+    pub ledger: Rc<LedgerCell>,
+    pub transport: Rc<RefCell<ChaosTransport<TcpTransport>>>,
+    pub transport_source: SourceId,
+    pub server: Rc<RefCell<TcpReadServer>>,
+    pub authority: Rc<RefCell<Authority>>,
+}
+
+pub(super) struct Inner {
+    pub me: Weak<Inner>,
+    pub shard: Shard,
+    pub hub: Hub,
+    pub config: PeerConfig,
+    pub pages: Option<Pages>,
+    pub service: Option<Rc<dyn PrefillService>>,
+    pub events: Rc<dyn PeerEvents>,
+    pub chaos: Option<ChaosHandle>,
+    pub sessions: RefCell<BTreeMap<PeerSession, Rc<Session>>>,
+    session_last: Cell<u64>,
+    request_last: Cell<u64>,
+    pub dials: RefCell<BTreeMap<SocketAddr, Rc<Dial>>>,
+    pub half_open: Cell<usize>,
+    pub leases: Rc<RefCell<LeaseTable>>,
+    pub producers: RefCell<BTreeMap<(PeerSession, AttemptId), Rc<Producer>>>,
+    counters: Cell<PeerCounters>,
+    pub turned_at: Cell<Nanos>,
+    pub stopped: Cell<bool>,
+    local_addr: Option<SocketAddr>,
+}
+
+/// The peers of one shard. Cheap to clone, never leaves its thread.
+#[derive(Clone)]
+pub struct PeerHub(Rc<Inner>);
+
+/// One migration into this node, for `/debug/transfers`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptView {
+    /// From which node.
+    pub node_id: String,
+    /// Which attempt.
+    pub id: AttemptId,
+    /// Where it stands.
+    pub phase: &'static str,
+    /// Lease number; 0 before the grant.
+    pub lease: u64,
+    /// Pages in place and checked.
+    pub pages_checked: u32,
+    /// Of so many.
+    pub pages: u32,
+    /// Until the request's deadline.
+    pub deadline_left: Duration,
+}
+
+impl PeerHub {
+    /// Starts the hub on `shard`: binds `config.listen`, registers its sources with `hub` (whose
+    /// keeper of guards must be `parts.ledger`), starts its timers.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the configuration is over a cap or misses a part; what the kernel
+    /// says when the address cannot be bound or descriptors are out.
+    pub fn start(
+        shard: &Shard,
+        hub: &Hub,
+        config: PeerConfig,
+        parts: PeerParts,
+    ) -> io::Result<PeerHub> {
+        check(&config, &parts)?;
+        let listener = match config.listen {
+            Some(address) => Some(TcpListener::bind(address, false)?),
+            None => None,
+        };
+        let local_addr = match &listener {
+            Some(listener) => Some(listener.local_addr()?),
+            None => None,
+        };
+        let leases = Rc::new(RefCell::new(LeaseTable::new(
+            config.incarnation,
+            config.limits.lease,
+        )));
+        let pages = match (parts.pool, parts.ledger) {
+            (Some(pool), Some(ledger)) => {
+                let chaos = parts.chaos.clone().unwrap_or_else(ChaosHandle::off);
+                Some(open_pages(hub, &config, pool, ledger, chaos, &leases)?)
+            }
+            (Some(_), None) | (None, Some(_)) | (None, None) => None,
+        };
+        let now = hub.now();
+        let inner = Rc::new_cyclic(|me| Inner {
+            me: me.clone(),
+            shard: shard.clone(),
+            hub: hub.clone(),
+            config,
+            pages,
+            service: parts.prefill,
+            events: parts.events,
+            chaos: parts.chaos,
+            sessions: RefCell::default(),
+            session_last: Cell::new(0),
+            request_last: Cell::new(0),
+            dials: RefCell::default(),
+            half_open: Cell::new(0),
+            leases,
+            producers: RefCell::default(),
+            counters: Cell::default(),
+            turned_at: Cell::new(now),
+            stopped: Cell::new(false),
+            local_addr,
+        });
+        if let Some(listener) = listener {
+            shard
+                .spawn(super::connect::accept_loop(inner.clone(), listener))
+                .detach();
+        }
+        shard.spawn(timer(inner.clone())).detach();
+        Ok(PeerHub(inner))
+    }
+
+    /// Where peers reach this node, if it listens.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.0.local_addr
+    }
+
+    /// Keeps a session with the node at `address` up, with back-off, until [`PeerHub::forget`].
+    pub fn dial(&self, address: SocketAddr) {
+        let mut dials = self.0.dials.borrow_mut();
+        if self.0.stopped.get() || dials.contains_key(&address) {
+            return;
+        }
+        let dial = Rc::new(Dial::new(&self.0, address));
+        dials.insert(address, dial.clone());
+        drop(dials);
+        self.0
+            .shard
+            .spawn(super::connect::dial_loop(self.0.clone(), dial))
+            .detach();
+    }
+
+    /// Stops dialling `address` and ends the session that came of it.
+    pub fn forget(&self, address: SocketAddr) {
+        let dial = self.0.dials.borrow_mut().remove(&address);
+        if let Some(dial) = dial {
+            dial.forget();
+        }
+        for session in self.0.live_sessions() {
+            if session.we_dialled && session.address == address {
+                session.request_end(RefuseReason::Forgotten, false);
+            }
+        }
+    }
+
+    /// Every session and every address being dialled.
+    pub fn peers(&self) -> Vec<PeerView> {
+        let pulls = self.0.config.role.pulls();
+        let mut views: Vec<PeerView> = self
+            .0
+            .live_sessions()
+            .iter()
+            .map(|session| session.view(pulls))
+            .collect();
+        for dial in self.0.dials.borrow().values() {
+            let reached = views.iter().any(|view| dial.reaches(view));
+            if !reached {
+                views.push(PeerView {
+                    node_id: dial.node_id(),
+                    role: None,
+                    incarnation: 0,
+                    address: dial.address,
+                    state: PeerState::Dialling,
+                    api_url: String::new(),
+                    since: dial.since,
+                    path: "",
+                    can_pull: false,
+                    in_flight: 0,
+                });
+            }
+        }
+        views
+    }
+
+    /// Sends a frame of the layer above.
+    ///
+    /// # Errors
+    /// [`SendError`] when there is no session, or the bytes are too many.
+    pub fn send_app(&self, node_id: &str, kind: u16, bytes: Vec<u8>) -> Result<(), SendError> {
+        if bytes.len() > APP_BYTES_MAX {
+            return Err(SendError::TooLong(bytes.len()));
+        }
+        let session = self.0.session_of(node_id).ok_or(SendError::NoSession)?;
+        session.send(&self.0, &Frame::App { kind, bytes });
+        if session.is_live() {
+            Ok(())
+        } else {
+            Err(SendError::TooSlow)
+        }
+    }
+
+    /// A request number of this node, never given before.
+    pub fn next_request_id(&self) -> RequestId {
+        self.0.request_last.set(self.0.request_last.get() + 1);
+        RequestId {
+            incarnation: self.0.config.incarnation,
+            counter: self.0.request_last.get(),
+        }
+    }
+
+    /// Asks a prefill node to compute a prompt and pulls its pages. An earlier attempt of the
+    /// same request is cancelled.
+    ///
+    /// # Errors
+    /// [`PrefillError`] with the pages, when it cannot even be asked.
+    pub fn prefill(&self, node_id: &str, ask: PrefillAsk) -> Result<Migration, PrefillError> {
+        let (session, id) = match self.0.may_ask(node_id, &ask) {
+            Ok(found) => found,
+            Err(reason) => {
+                let mut error = MigrationError::new(Stage::Pair, reason);
+                error.message = format!("no prefill by `{node_id}`: {reason:?}");
+                return Err(PrefillError {
+                    into: ask.into,
+                    error,
+                });
+            }
+        };
+        self.0.cancel_earlier(id);
+        let inner = &self.0;
+        let now = inner.hub.now();
+        let machine = Attempt::new(
+            now,
+            id,
+            session.peer.incarnation,
+            ask.into.len() as u32,
+            inner.config.page_bytes,
+            ask.deadline.at(),
+            inner.config.limits.pull,
+        );
+        let cell = Rc::new(AttemptCell::new(
+            inner,
+            session.clone(),
+            machine,
+            ask.into,
+            ask.deadline,
+        ));
+        session.attempts.borrow_mut().insert(id, cell.clone());
+        inner.count(|counters| counters.attempts += 1);
+        let frame = Frame::Prefill {
+            id,
+            left_ns: ask.deadline.left(now).as_nanos() as u64,
+            held_pages: 0,
+            prompt: ask.prompt,
+            payload: ask.payload,
+        };
+        session.send(inner, &frame);
+        inner
+            .shard
+            .spawn(drive(inner.clone(), cell.clone()))
+            .detach();
+        Ok(Migration::new(inner.clone(), cell))
+    }
+
+    /// What was counted since the start.
+    pub fn counters(&self) -> PeerCounters {
+        self.0.counters.get()
+    }
+
+    /// What the lease table has counted.
+    pub fn lease_counters(&self) -> LeaseCounters {
+        self.0.leases.borrow().counters()
+    }
+
+    /// Leases that this node has granted or is asked for.
+    pub fn leases(&self) -> Vec<LeaseView> {
+        self.0.leases.borrow().views()
+    }
+
+    /// Migrations into this node.
+    pub fn attempts(&self) -> Vec<AttemptView> {
+        let now = self.0.hub.now();
+        let mut views = Vec::new();
+        for session in self.0.live_sessions() {
+            for (id, cell) in session.attempts.borrow().iter() {
+                let (pages_checked, pages) = cell.progress();
+                views.push(AttemptView {
+                    node_id: session.peer.node_id.clone(),
+                    id: *id,
+                    phase: cell.phase().label(),
+                    lease: cell.lease_live().unwrap_or(0),
+                    pages_checked,
+                    pages,
+                    deadline_left: cell.deadline.left(now),
+                });
+            }
+        }
+        views
+    }
+
+    /// What the data connections have moved: pulled into this node, and served to others.
+    pub fn transport_counters(&self) -> (TcpCounters, ServerCounters) {
+        match &self.0.pages {
+            Some(pages) => (
+                pages.transport.borrow().inner().counters(),
+                pages.server.borrow().counters(),
+            ),
+            None => Default::default(),
+        }
+    }
+
+    /// Ends everything: no dials, no accepts, each session with `ShuttingDown`. The tasks end
+    /// within a heartbeat.
+    pub fn stop(&self) {
+        self.0.stopped.set(true);
+        let dials = std::mem::take(&mut *self.0.dials.borrow_mut());
+        for dial in dials.values() {
+            dial.forget();
+        }
+        for session in self.0.live_sessions() {
+            session.request_end(RefuseReason::ShuttingDown, false);
+        }
+    }
+}
+
+impl Inner {
+    pub(super) fn count(&self, change: impl FnOnce(&mut PeerCounters)) {
+        let mut counters = self.counters.get();
+        change(&mut counters);
+        self.counters.set(counters);
+    }
+
+    pub(super) fn next_session(&self) -> PeerSession {
+        self.session_last.set(self.session_last.get() + 1);
+        PeerSession(self.session_last.get())
+    }
+
+    pub(super) fn live_sessions(&self) -> Vec<Rc<Session>> {
+        self.sessions.borrow().values().cloned().collect()
+    }
+
+    pub(super) fn session_numbered(&self, number: PeerSession) -> Option<Rc<Session>> {
+        self.sessions.borrow().get(&number).cloned()
+    }
+
+    /// The live session with a node, the newest if one is being replaced.
+    pub(super) fn session_of(&self, node_id: &str) -> Option<Rc<Session>> {
+        let sessions = self.sessions.borrow();
+        let of_node = sessions
+            .values()
+            .rev()
+            .find(|session| session.is_live() && session.peer.node_id == node_id);
+        of_node.cloned()
+    }
+
+    fn may_ask(
+        &self,
+        node_id: &str,
+        ask: &PrefillAsk,
+    ) -> Result<(Rc<Session>, AttemptId), FailReason> {
+        let missing = |what| Err(FailReason::NotBegun(what));
+        if !self.config.role.pulls() || self.pages.is_none() {
+            return missing(NotBegun::NotADecodeNode);
+        }
+        if ask.prompt.len() > PROMPT_TOKENS_MAX
+            || ask.payload.len() > PAYLOAD_BYTES_MAX
+            || ask.into.len() > LEASE_PAGES_MAX
+        {
+            return missing(NotBegun::TooLong);
+        }
+        if ask.deadline.passed(self.hub.now()) {
+            return Err(FailReason::RequestDeadline);
+        }
+        let id = AttemptId {
+            request: ask.request,
+            attempt: ask.attempt,
+        };
+        if ask.request.incarnation != self.config.incarnation {
+            return missing(NotBegun::OldAttempt);
+        }
+        for session in self.live_sessions() {
+            let attempts = session.attempts.borrow();
+            let newest = attempts
+                .keys()
+                .filter(|known| known.request == id.request)
+                .map(|known| known.attempt)
+                .max();
+            if newest.is_some_and(|newest| newest >= id.attempt) {
+                return missing(NotBegun::OldAttempt);
+            }
+        }
+        let Some(session) = self.session_of(node_id) else {
+            return missing(NotBegun::NoSession);
+        };
+        if !session.peer.role.serves() {
+            return missing(NotBegun::NotAPrefillNode);
+        }
+        match session.pulse() {
+            Pulse::Alive => {}
+            Pulse::Suspect | Pulse::Dead => return missing(NotBegun::Suspect),
+        }
+        self.check_pull_path(&session);
+        match session.pull_path.get() {
+            PullPath::Open(_) => Ok((session, id)),
+            PullPath::None => missing(NotBegun::NoDataConnection),
+        }
+    }
+
+    /// Starting attempt k+1 cancels k (PROTOCOL R1).
+    fn cancel_earlier(&self, id: AttemptId) {
+        for session in self.live_sessions() {
+            let earlier: Vec<_> = session
+                .attempts
+                .borrow()
+                .values()
+                .filter(|cell| cell.id().request == id.request)
+                .cloned()
+                .collect();
+            for cell in earlier {
+                cell.feed(self, PullEvent::Cancel);
+            }
+        }
+    }
+
+    /// A pull connection that broke, or that the ladder took down, is closed, so that another
+    /// one is opened.
+    pub(super) fn check_pull_path(&self, session: &Session) {
+        let (Some(pages), PullPath::Open(channel)) = (&self.pages, session.pull_path.get()) else {
+            return;
+        };
+        let state = pages.transport.borrow().inner().channel_state(channel);
+        let works = self.hub.channel_is_open(channel) && state == Some(ChannelState::Open);
+        if !works {
+            self.close_pull_path(session);
+            session.data_bell.ring();
+        }
+    }
+
+    /// What is due every heartbeat.
+    fn tick(&self) {
+        let now = self.hub.now();
+        self.turned_at.set(now);
+        self.with_leases(|leases, out| leases.tick(now, out));
+        for session in self.live_sessions() {
+            if session.tick(now) == Pulse::Dead {
+                session.request_end(RefuseReason::Silent, false);
+                continue;
+            }
+            session.send(self, &Frame::Heartbeat);
+            self.check_pull_path(&session);
+            session.pump(self);
+            let due = now.since(session.renewed_at.get()) >= self.config.limits.renew;
+            if due && self.config.role.pulls() && session.peer.role.serves() {
+                session.renewed_at.set(now);
+                let live = session
+                    .attempts
+                    .borrow()
+                    .values()
+                    .filter_map(|cell| Some((cell.id(), cell.lease_live()?)))
+                    .collect();
+                let grant_highest = session.grant_highest.get();
+                session.send(
+                    self,
+                    &Frame::Renew {
+                        grant_highest,
+                        live,
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// Heartbeats, expiry and renewals of all sessions, until the hub is stopped.
+async fn timer(inner: Rc<Inner>) {
+    while !inner.stopped.get() {
+        inner
+            .shard
+            .sleep(inner.config.limits.liveness.heartbeat)
+            .await;
+        inner.catch_up();
+        inner.tick();
+    }
+}
+
+fn check(config: &PeerConfig, parts: &PeerParts) -> io::Result<()> {
+    let wrong = |what: String| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    let id_bytes = config.node_id.len();
+    if id_bytes == 0 || id_bytes > NODE_ID_BYTES_MAX {
+        return wrong(format!(
+            "a node id has 1 to {NODE_ID_BYTES_MAX} bytes, this one {id_bytes}"
+        ));
+    }
+    if config.api_url.len() > API_URL_BYTES_MAX {
+        return wrong(format!(
+            "an API URL has at most {API_URL_BYTES_MAX} bytes, this one {}",
+            config.api_url.len()
+        ));
+    }
+    let has_pages = parts.pool.is_some() && parts.ledger.is_some();
+    let needs_pages = match config.role {
+        Role::Hybrid | Role::Prefill | Role::Decode => true,
+        Role::Proxy => false,
+    };
+    if needs_pages && (!has_pages || config.page_bytes == 0) {
+        return wrong(format!(
+            "a {} node needs a pool, its ledger and the page bytes",
+            config.role
+        ));
+    }
+    Ok(())
+}
+
+fn open_pages(
+    hub: &Hub,
+    config: &PeerConfig,
+    pool: Arc<PoolMemory>,
+    ledger: Rc<LedgerCell>,
+    chaos: ChaosHandle,
+    leases: &Rc<RefCell<LeaseTable>>,
+) -> io::Result<Pages> {
+    let tcp = TcpTransport::new(pool.clone(), config.page_bytes, TcpConfig::default())?;
+    let transport = Rc::new(RefCell::new(ChaosTransport::new(tcp, chaos)?));
+    let authority = Rc::new(RefCell::new(Authority::new(
+        config.incarnation,
+        leases.clone(),
+        ledger.clone(),
+    )));
+    let server = Rc::new(RefCell::new(TcpReadServer::new(
+        pool.clone(),
+        config.page_bytes,
+        authority.clone(),
+        ServerConfig::default(),
+    )?));
+    let transport_source = hub.add_source(transport.clone());
+    hub.add_source(server.clone());
+    Ok(Pages {
+        pool,
+        ledger,
+        transport,
+        transport_source,
+        server,
+        authority,
+    })
+}
