@@ -90,13 +90,6 @@ impl Api {
         }
     }
 
-    /// Answers for a request whose body could not be read.
-    pub fn body_failed(&self, route: Option<&Route>, error: ApiError) -> Answer {
-        let endpoint = route.map_or(Endpoint::Unknown, Route::endpoint);
-        self.metrics.answered(endpoint, error.status);
-        error.into()
-    }
-
     async fn answer(&self, route: Route, call: &Call, arrived: Nanos) -> Result<Answer, ApiError> {
         match route {
             Route::Generate(kind) => self.generate(kind, call, arrived).await,
