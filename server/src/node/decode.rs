@@ -185,12 +185,7 @@ async fn attempt_on(
         Ok(migration) => migration,
         Err(error) => {
             node.ledger.with(|ledger| ledger.free(&error.into));
-            return Ok(Attempt::Failed(AttemptFailure {
-                label: "not_asked",
-                message: format!("{peer} could not be asked: {:?}", error.reason),
-                retry: Retry::OtherPair,
-                pause: None,
-            }));
+            return Ok(Attempt::Failed(error.error.into()));
         }
     };
     Running {

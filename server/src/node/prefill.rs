@@ -123,14 +123,12 @@ async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, pub
         match heard {
             Heard::Event(SequenceEvent::Computed(tokens)) => {
                 // The tail counts only at Complete (PROTOCOL L4).
-                publisher.watermark((tokens / page_tokens) as u32);
+                publisher.watermark(tokens / page_tokens);
             }
             Heard::Event(SequenceEvent::Token(sampled, _)) => {
-                // A sampled token has at most 20 alternatives: far below the payload's cap.
-                let sent = publisher.first_token(payload::encode_token(&sampled));
-                debug_assert!(sent.is_ok());
+                publisher.first_token(payload::encode_token(&sampled));
                 let tail = prompt - (pages - 1) * page_tokens;
-                publisher.complete(pages as u32, tail as u32);
+                publisher.complete(pages, tail);
                 break;
             }
             Heard::Event(SequenceEvent::Failed(error)) => {

@@ -6,9 +6,11 @@
 use super::listen::{check_api, check_chaos, check_peer};
 use super::pages::NodePages;
 use super::{peer_key, resolve_model, served_name};
-use crate::api::http::ApiServer;
-use crate::api::model_text::served_model;
-use crate::api::{Api, ApiConfig, ApiMetrics, Offload, ServedModel};
+use crate::api::http::http_handler;
+use crate::api::ids::RandomIds;
+use crate::api::{
+    Api, ApiConfig, ApiMetrics, Job, LocalFuture, Offload, OffloadError, ServedModel,
+};
 use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand};
 use crate::cluster::agent::{self, Agent};
 use crate::engine::{EngineClient, EngineCommand, EngineCore};
@@ -32,6 +34,7 @@ use kvserve_runtime::lane::LaneConfig;
 use kvserve_runtime::net::TcpListener;
 use kvserve_runtime::sentinel::{HealthView, Sentinel, SentinelConfig};
 use kvserve_runtime::shard::poll_loop::PollPolicy;
+use kvserve_runtime::side_pool::SidePool;
 use kvserve_runtime::signals::{self, Drain};
 use kvserve_runtime::{Deadline, GuardToken, Shard, ShardConfig};
 use std::cell::{Cell, OnceCell};
@@ -84,7 +87,7 @@ struct Shared {
     commands: bridge::Sender<EngineCommand>,
     queries: bridge::Sender<DebugQuery>,
     drain: Drain,
-    side_pool: Arc<kvserve_runtime::side_pool::SidePool>,
+    side_pool: Arc<SidePool>,
     /// Taken by shard 0.
     engine: Arc<Mutex<Option<EngineParts>>>,
 }
@@ -118,7 +121,7 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
     signals::install(&drain).map_err(|error| format!("cannot install signal handlers: {error}"))?;
 
     let path = resolve_model(&command.model.model)?;
-    let model = Model::load(&path).map_err(|error| error.to_string())?;
+    let mut model = Model::load(&path).map_err(|error| error.to_string())?;
     let page_tokens = KvLayout::PAGE_TOKENS_DEFAULT;
     let sizes = Sizes::choose(args, &model, page_tokens)?;
     let engine_cores = match &args.engine_cores {
@@ -136,6 +139,7 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
             pool_pages: sizes.pages,
             page_tokens,
             isa: None,
+            nice: ENGINE_NICE,
         },
     )
     .map_err(|error| error.to_string())?;
@@ -162,10 +166,10 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         log.warn("CHAOS is on: faults are injected on purpose", &[("spec", spec)]);
     }
     let name = served_name(&command.model.model);
-    let served = served_model(&model, vec![name.clone()], sizes.context as u32);
+    let served = ServedModel::of(&mut model, vec![name.clone()], sizes.context as u32);
     let peers = peer_start(role, &command, listen, &model, &layout, &name)?;
     let configs = shard_configs(role, args);
-    let side_pool = kvserve_runtime::side_pool::SidePool::new(SIDE_THREADS, SIDE_QUEUE_MAX)
+    let side_pool = SidePool::new(SIDE_THREADS, SIDE_QUEUE_MAX)
         .map_err(|error| format!("cannot start side threads: {error}"))?;
     let shared = Shared {
         role,
@@ -371,6 +375,15 @@ fn peer_start(
     }))
 }
 
+/// The process's side pool on one shard.
+struct SharedPool(Arc<SidePool>);
+
+impl Offload for SharedPool {
+    fn run(&self, deadline: Deadline, job: Job) -> LocalFuture<'_, Result<(), OffloadError>> {
+        Offload::run(&*self.0, deadline, job)
+    }
+}
+
 /// Guards on a shard without pages: there are none.
 struct NoPages;
 
@@ -418,7 +431,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
             request_timeout: shared.request_timeout,
             debug_pages: shared.debug_pages,
         },
-        offload: Rc::new(shared.side_pool.clone()) as Rc<dyn Offload>,
+        offload: Rc::new(SharedPool(shared.side_pool.clone())),
         clock: Rc::new(shard.clone()),
         pages: Rc::new(NodePages {
             hub: hub.clone(),
@@ -430,14 +443,14 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         }),
         metrics: shared.http_metrics[shard.index()].clone(),
         all_metrics: shared.http_metrics.clone(),
-        ids: crate::api::ids::RandomIds::from_entropy(),
+        ids: RandomIds::default(),
     };
     let http_drain = http::Drain::new();
     let serving = shard.spawn(http::serve(
         shard.clone(),
         listener,
         HttpLimits::default(),
-        ApiServer::new(shard.clone(), api).handler(),
+        http_handler(Rc::new(api)),
         http_drain.clone(),
     ));
     shared.drain.wait().await;

@@ -114,7 +114,7 @@ impl AdminPages for NodePages {
 }
 
 fn chaos_spec(body: &[u8]) -> Result<ChaosSpec, ApiError> {
-    let wrong = |message: String| ApiError::invalid(Some("spec"), message);
+    let wrong = |message: String| ApiError::invalid("invalid_value", "spec", message);
     let value: Value = serde_json::from_slice(body)
         .map_err(|error| wrong(format!("the body is not JSON: {error}")))?;
     let text = value["spec"]

@@ -6,13 +6,12 @@
 use super::listen::{check_api, check_peer};
 use super::pages::{health_page, ready_page};
 use super::peer_key;
-use crate::api::http::ProxyServer;
+use crate::api::http::http_handler;
 use crate::api::{AdminPages, ApiError, ApiMetrics, LocalFuture, Page};
 use crate::cli::{LogFormat, ProxyArgs};
 use crate::cluster::{KIND_REPORT, KIND_ROSTER, NodeReport, ROSTER_EVERY, Registered, Registry};
 use crate::log::Log;
 use crate::placement::allowed_cpus;
-use crate::proxy::client::HttpUpstream;
 use crate::proxy::{NodeRecord, NodeRole, NodeTable, Proxy, ProxyConfig, ProxyMetrics};
 use crate::readiness::Readiness;
 use bytes::Bytes;
@@ -22,7 +21,7 @@ use kvserve_kv::peer::{self, PeerConfig, PeerEvents, PeerHub, PeerLimits, PeerPa
 use kvserve_kv::session::handshake::Refusal;
 use kvserve_kv::session::{PeerKey, RefuseReason, Role};
 use kvserve_runtime::completion::{GuardKeeper, Hub, HubLimits};
-use kvserve_runtime::http::{self, HttpLimits};
+use kvserve_runtime::http::{self, Client, ClientLimits, HttpLimits};
 use kvserve_runtime::net::TcpListener;
 use kvserve_runtime::sentinel::{HealthView, Sentinel, SentinelConfig};
 use kvserve_runtime::shard::poll_loop::PollPolicy;
@@ -181,7 +180,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         .detach();
     let proxy = Proxy {
         table,
-        upstream: Rc::new(HttpUpstream::new(shard.clone())),
+        upstream: Rc::new(Client::new(shard.clone(), ClientLimits::default())),
         clock: Rc::new(shard.clone()),
         pages: Rc::new(ProxyPages {
             readiness: shared.readiness.clone(),
@@ -201,7 +200,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         shard.clone(),
         listener,
         HttpLimits::default(),
-        ProxyServer::new(shard.clone(), proxy).handler(),
+        http_handler(Rc::new(proxy)),
         http_drain.clone(),
     ));
     shared.drain.wait().await;
