@@ -27,7 +27,7 @@ pub mod trace;
 pub use completion::{
     BeginError, ChannelId, ChannelKind, Completed, Completer, Completion, CompletionStatus,
     EndReason, GuardKeeper, GuardToken, Hub, HubCounters, HubLimits, OneshotCompletion, OpenError,
-    PollProgress, PostError, SlotId, SlotView, SourceId, WorkId,
+    PostError, SlotId, SlotView, SourceId, WorkId,
 };
 pub use shard::poll_loop::PollPolicy;
 pub use shard::{Shard, ShardConfig, ShardHandle};

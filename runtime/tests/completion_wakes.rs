@@ -21,10 +21,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The whole of each test; far above what it takes, so that only a lost wake reaches it.
-const LIVENESS: Duration = Duration::from_secs(60);
+const LIVENESS: Duration = Duration::from_secs(120);
 
-/// Futures that wait at once: each has one post in flight.
-const WAITERS: u64 = 64;
+/// Futures that wait at once, each with one post in flight. On a loaded machine the producer
+/// may wait milliseconds for a CPU after each batch: with a thousand a batch that is seconds.
+const WAITERS: u64 = 1024;
 
 /// One direction between two threads: a ring of work ids, one producer, one consumer.
 struct Ring {
@@ -345,9 +346,9 @@ fn an_idle_loop_does_not_spin() {
             let deadline = Deadline::after(hub.now(), Duration::from_secs(40));
             let wait = hub.begin("idle", deadline, None).expect("room");
             shard.sleep(Duration::from_millis(50)).await;
-            let before = hub.progress().turns();
+            let before = hub.turns();
             shard.sleep(Duration::from_secs(1)).await;
-            let turns = hub.progress().turns() - before;
+            let turns = hub.turns() - before;
             println!("{policy:?}: {turns} turns in a second of nothing");
             assert!(turns < 50, "{turns} turns in a second of nothing");
             drop(wait);
@@ -380,7 +381,7 @@ fn a_spinning_loop_lets_other_tasks_and_their_io_run() {
             }
             assert_eq!(byte, [round]);
         }
-        let turns = hub.progress().turns();
+        let turns = hub.turns();
         assert!(turns > 200, "the loop spun meanwhile: {turns} turns");
         drop(near);
         echo.join().expect("echo");

@@ -27,7 +27,6 @@ mod hub;
 mod ids;
 mod ladder;
 mod oneshot;
-mod progress;
 mod slab;
 mod slot;
 mod wheel;
@@ -42,7 +41,6 @@ pub use ids::{
 };
 pub use ladder::{DRAIN_BOUND, GRACE, StopRule};
 pub use oneshot::{Completer, OneshotCompletion};
-pub use progress::PollProgress;
 pub use slab::{BeginError, PostError, Slab, SourceId};
 pub use slot::CHANNELS_PER_SLOT_MAX;
 pub use wheel::{TICK, Wheel};

@@ -12,12 +12,13 @@
 //! ```
 //!
 //! To *breathe* is to let the other tasks of the shard run; every [`SPIN_WITHOUT_IO_MAX`] the
-//! whole task queue yields, so that glommio looks at its I/O, too. Waits on descriptors are
+//! loop waits until glommio has looked at its I/O, too. Waits on descriptors are
 //! small tasks of their own (`watch`): each registers one poll with io_uring, which outlives
 //! any number of parks, and rings the hub when it fires. So a park costs no system call of its
 //! own, no descriptor is ever watched twice, and no waker piles up in glommio's poll sources
 //! (which keep every waker they are given until they fire).
 
+use super::timers::SleepUntil;
 use crate::completion::{Arming, Hub};
 use crate::shard::{Shard, Task};
 use crate::time::Nanos;
@@ -46,9 +47,10 @@ pub enum PollPolicy {
 /// to wake up, so that it never spins longer than twice what a park would have cost.
 pub const SPIN_AFTER_COMPLETION: Duration = Duration::from_micros(50);
 
-/// How long a loop that does not park keeps the executor from its I/O: a sixth of the time a
-/// small request takes, against a reactor look of about 1 µs.
-pub const SPIN_WITHOUT_IO_MAX: Duration = Duration::from_micros(20);
+/// How long a loop that does not park keeps the executor from its I/O: a look costs a few
+/// microseconds, so under a tenth of the time, and a request waits no longer than it takes to
+/// serve one. Without it I/O would wait for the 1 ms preempt timer.
+pub const SPIN_WITHOUT_IO_MAX: Duration = Duration::from_micros(50);
 
 impl Hub {
     /// Turns this hub on `shard` until [`Hub::stop`]. One loop per hub; the shard's other tasks
@@ -60,6 +62,7 @@ impl Hub {
         while !self.stopped() {
             let now = shard.now();
             let turn = self.turn(now);
+            shard.pulse().turn();
             if turn.completions > 0 {
                 completed_at = now;
             }
@@ -70,7 +73,7 @@ impl Hub {
                 PollPolicy::Spin => true,
             };
             if turn.worked() || spins {
-                breathe(now, &mut io_at).await;
+                breathe(&shard, now, &mut io_at).await;
                 continue;
             }
             let must_poll = self.arm(&shard, &mut watches);
@@ -80,10 +83,10 @@ impl Hub {
                 completed_at = now;
             }
             if turn.worked() {
-                breathe(now, &mut io_at).await;
+                breathe(&shard, now, &mut io_at).await;
                 continue;
             }
-            Park::new(&self, self.turn_again_at(now, must_poll)).await;
+            Park::new(&self, &shard, self.turn_again_at(now, must_poll)).await;
             io_at = shard.now();
         }
     }
@@ -116,13 +119,12 @@ impl Hub {
 }
 
 /// Lets the shard's other tasks run, and now and then its I/O.
-async fn breathe(now: Nanos, io_at: &mut Nanos) {
-    let executor = glommio::executor();
+async fn breathe(shard: &Shard, now: Nanos, io_at: &mut Nanos) {
     if now.since(*io_at) >= SPIN_WITHOUT_IO_MAX {
-        *io_at = now;
-        executor.yield_task_queue_now().await;
+        shard.io_turn().await;
+        *io_at = shard.now();
     } else {
-        executor.yield_now().await;
+        shard.yield_now().await;
     }
 }
 
@@ -131,16 +133,16 @@ async fn breathe(now: Nanos, io_at: &mut Nanos) {
 struct Park<'a> {
     hub: &'a Hub,
     until: Option<Nanos>,
-    timer: Option<glommio::timer::Timer>,
+    sleep: Option<SleepUntil>,
     parked: bool,
 }
 
 impl<'a> Park<'a> {
-    fn new(hub: &'a Hub, until: Option<Nanos>) -> Self {
+    fn new(hub: &'a Hub, shard: &Shard, until: Option<Nanos>) -> Self {
         Park {
             hub,
             until,
-            timer: None,
+            sleep: until.map(|until| SleepUntil::new(shard.clone(), until)),
             parked: false,
         }
     }
@@ -153,13 +155,10 @@ impl Future for Park<'_> {
         if self.parked || self.hub.take_ring() {
             return Poll::Ready(());
         }
-        if let Some(until) = self.until {
-            // Polled exactly once: each poll of a glommio timer registers another one.
-            let mut timer = glommio::timer::Timer::new(until.since(self.hub.now()));
-            if Pin::new(&mut timer).poll(cx).is_ready() {
-                return Poll::Ready(());
-            }
-            self.timer = Some(timer);
+        if let Some(sleep) = &mut self.sleep
+            && Pin::new(sleep).poll(cx).is_ready()
+        {
+            return Poll::Ready(());
         }
         self.hub.park(cx.waker().clone(), self.until);
         self.parked = true;
