@@ -7,20 +7,14 @@
 
 use super::alarm::Alarm;
 use super::counters::count;
-use super::error_body::error_json;
+use super::dispatch::Dispatch;
 use super::reply;
-use super::request::{Request, RequestBody};
-use super::response::{AnswerBody, Response};
 use super::server::{Server, Stage};
 use crate::net::Socket;
 use crate::time::Nanos;
-use hyper::body::{Body, Incoming};
-use hyper::header::{CONNECTION, HeaderValue};
 use hyper::rt::ReadBufCursor;
-use hyper::{Method, StatusCode};
 use std::cell::{Cell, RefCell};
-use std::convert::Infallible;
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::net::{Shutdown, SocketAddr};
 use std::pin::Pin;
@@ -100,6 +94,34 @@ impl Conn {
         match self.phase.get() {
             Phase::Handling | Phase::Responding => true,
             Phase::First(_) | Phase::Idle(_) | Phase::Head(_) => false,
+        }
+    }
+
+    pub(super) fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
+    /// The number of the request being answered.
+    pub(super) fn request(&self) -> u64 {
+        self.request.get()
+    }
+
+    /// A head has been read whole.
+    pub(super) fn begin_request(&self) {
+        self.request.set(self.request.get() + 1);
+        self.body_done.set(false);
+        self.write_blocked_since.set(None);
+        self.phase.set(Phase::Handling);
+    }
+
+    pub(super) fn set_phase(&self, phase: Phase) {
+        self.phase.set(phase);
+    }
+
+    /// The body of the answer to `request` is done or given up.
+    pub(super) fn end_body(&self, request: u64) {
+        if self.request.get() == request {
+            self.body_done.set(true);
         }
     }
 
@@ -412,143 +434,5 @@ impl hyper::rt::Write for Io {
     /// The task closes the socket itself: it may have an answer of its own to write before.
     fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
-    }
-}
-
-/// hyper's service: checks what the parser does not, then calls the handler.
-pub(super) struct Dispatch {
-    server: Rc<Server>,
-    conn: Rc<Conn>,
-}
-
-impl hyper::service::Service<hyper::Request<Incoming>> for Dispatch {
-    type Response = hyper::Response<AnswerBody<BodyGuard>>;
-    type Error = Infallible;
-    type Future = Answering;
-
-    fn call(&self, request: hyper::Request<Incoming>) -> Answering {
-        count(&self.server.counters.requests);
-        let conn = &self.conn;
-        conn.request.set(conn.request.get() + 1);
-        conn.body_done.set(false);
-        conn.write_blocked_since.set(None);
-        conn.phase.set(Phase::Handling);
-        let state = match self.refuse(&request) {
-            Some(response) => State::Refused(Some(response)),
-            None => {
-                let (parts, incoming) = request.into_parts();
-                let shard = self.server.shard.clone();
-                let body = RequestBody::new(incoming, shard, &self.server.limits);
-                let peer = conn.peer;
-                State::Running((self.server.handler)(Request { parts, body, peer }))
-            }
-        };
-        Answering {
-            server: self.server.clone(),
-            conn: conn.clone(),
-            state,
-        }
-    }
-}
-
-impl Dispatch {
-    fn refuse(&self, request: &hyper::Request<Incoming>) -> Option<Response> {
-        let limits = &self.server.limits;
-        let (status, code, message) = if request_line_bytes(request) > limits.request_line_bytes_max
-        {
-            let message = reply::line_message(limits);
-            (StatusCode::URI_TOO_LONG, "request_line_too_long", message)
-        } else if request.headers().len() > limits.header_fields_max
-            || header_bytes(request) > limits.header_bytes_max
-        {
-            let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
-            (status, "headers_too_large", reply::head_message(limits))
-        } else if request.method() == Method::CONNECT {
-            let message = "this server is no tunnel".to_owned();
-            (
-                StatusCode::METHOD_NOT_ALLOWED,
-                "method_not_allowed",
-                message,
-            )
-        } else {
-            let announced = request.body().size_hint().exact().unwrap_or(0);
-            if announced <= limits.body_bytes_max {
-                return None;
-            }
-            let message = format!(
-                "the request body of {announced} bytes is longer than the limit of {} bytes",
-                limits.body_bytes_max
-            );
-            (StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
-        };
-        let json = error_json(&message, "invalid_request_error", None, code);
-        Some(Response::json(status, json).closing())
-    }
-}
-
-/// `METHOD SP target SP HTTP/1.1`
-fn request_line_bytes(request: &hyper::Request<Incoming>) -> usize {
-    let uri = request.uri();
-    let scheme = uri.scheme_str().map_or(0, |scheme| scheme.len() + 3);
-    let authority = uri.authority().map_or(0, |a| a.as_str().len());
-    let path = uri.path_and_query().map_or(0, |path| path.as_str().len());
-    request.method().as_str().len() + scheme + authority + path + " ".len() * 2 + "HTTP/1.1".len()
-}
-
-/// `name: value CR LF` for each field.
-fn header_bytes(request: &hyper::Request<Incoming>) -> usize {
-    let fields = request.headers().iter();
-    fields
-        .map(|(name, value)| name.as_str().len() + value.len() + 4)
-        .sum()
-}
-
-/// The handler's future, or an answer that needed none.
-pub(super) struct Answering {
-    server: Rc<Server>,
-    conn: Rc<Conn>,
-    state: State,
-}
-
-enum State {
-    Refused(Option<Response>),
-    Running(Pin<Box<dyn Future<Output = Response>>>),
-}
-
-impl Future for Answering {
-    type Output = Result<hyper::Response<AnswerBody<BodyGuard>>, Infallible>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let response = match &mut self.state {
-            // hyper does not poll an answer again after it was ready.
-            State::Refused(response) => response
-                .take()
-                .unwrap_or_else(|| Response::empty(StatusCode::INTERNAL_SERVER_ERROR)),
-            State::Running(future) => ready!(future.as_mut().poll(cx)),
-        };
-        self.conn.phase.set(Phase::Responding);
-        let mut answer = response.into_hyper(BodyGuard {
-            conn: self.conn.clone(),
-            request: self.conn.request.get(),
-        });
-        if self.server.stage.get() != Stage::Open {
-            let close = HeaderValue::from_static("close");
-            answer.headers_mut().insert(CONNECTION, close);
-        }
-        Poll::Ready(Ok(answer))
-    }
-}
-
-/// Dropped with an answer's body: the body is done, or nobody wants it any more.
-pub(super) struct BodyGuard {
-    conn: Rc<Conn>,
-    request: u64,
-}
-
-impl Drop for BodyGuard {
-    fn drop(&mut self) {
-        if self.conn.request.get() == self.request {
-            self.conn.body_done.set(true);
-        }
     }
 }

@@ -28,6 +28,7 @@ pub mod blocking;
 mod client;
 mod connection;
 mod counters;
+mod dispatch;
 mod drain;
 mod error_body;
 mod limits;

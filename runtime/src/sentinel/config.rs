@@ -14,8 +14,8 @@ pub struct SentinelConfig {
     pub idle_tick: Duration,
     /// Between pings of a shard that seems to sleep rightly.
     pub idle_ping: Duration,
-    /// A shard that stands still for longer is unhealthy. 700 ms, plus at most 100 ms until an
-    /// idle shard is pinged and a tick, is within the second that is promised.
+    /// A shard that stands still for longer is unhealthy. 650 ms, plus at most 240 ms until an
+    /// idle shard is pinged, is within the second that is promised.
     pub shard_still_max: Duration,
     /// A lane that has a job and stands still for longer is unhealthy.
     pub lane_still_max: Duration,
@@ -30,9 +30,9 @@ impl Default for SentinelConfig {
         SentinelConfig {
             health_listen: None,
             tick: Duration::from_millis(5),
-            idle_tick: Duration::from_millis(20),
-            idle_ping: Duration::from_millis(100),
-            shard_still_max: Duration::from_millis(700),
+            idle_tick: Duration::from_millis(40),
+            idle_ping: Duration::from_millis(200),
+            shard_still_max: Duration::from_millis(650),
             lane_still_max: Duration::from_secs(1),
             shard_abort_after: Duration::from_secs(10),
             lane_abort_after: Duration::from_secs(10),

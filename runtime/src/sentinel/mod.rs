@@ -7,7 +7,7 @@
 //! **aborts** the process when one stands still beyond a hard limit.
 //!
 //! ```text
-//!   every 5 ms while anything is active, else every 20 ms:
+//!   every 5 ms while anything is active, else every 40 ms:
 //!     shard:  turns moved? ── yes ─► alive
 //!                 │ no
 //!             pinged, not answered ─► still += one period, ping again   ─► 503 ─► abort

@@ -201,8 +201,8 @@ mod tests {
                 sim.turn();
             }
         }
-        // Two seconds: four pings to believe it, then one per 100 ms.
-        assert!((20..=24).contains(&pings), "{pings}");
+        // Two seconds: four pings to believe it, then one per 200 ms.
+        assert!((12..=14).contains(&pings), "{pings}");
     }
 
     #[test]
