@@ -4,9 +4,9 @@
 //! GGUF, and shared: cloning is cheap, all methods take `&self`. Encoding is heavy and belongs on
 //! the side pool, not on a shard; going back is a table lookup per token.
 //!
-//! * [`gguf_vocab`]: the `tokenizers` pipeline that a GGUF's keys describe
-//! * [`json_file`]: checks of a `tokenizer.json` that the library leaves out
-//! * [`pieces`]: the bytes of each token, for decoding without the pipeline
+//! * `gguf_vocab`: the `tokenizers` pipeline that a GGUF's keys describe
+//! * `json_file`: checks of a `tokenizer.json` that the library leaves out
+//! * `pieces`: the bytes of each token, for decoding without the pipeline
 
 mod error;
 mod gguf_vocab;
