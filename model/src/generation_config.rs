@@ -8,6 +8,7 @@
 use crate::config::ConfigError;
 use crate::config::hf_values::{object, short, token_ids};
 use serde_json::{Map, Value};
+use std::fmt;
 
 /// Defaults of sampling.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +36,25 @@ impl Default for GenerationDefaults {
             eos: Vec::new(),
             not_applied: Vec::new(),
         }
+    }
+}
+
+impl fmt::Display for GenerationDefaults {
+    /// For the start-up summary: `temperature 0.7, top-p 0.8, top-k 20`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.temperature == 0.0 {
+            write!(f, "greedy")?;
+        } else {
+            write!(f, "temperature {}, top-p {}", self.temperature, self.top_p)?;
+            match self.top_k {
+                0 => write!(f, ", all tokens")?,
+                top_k => write!(f, ", top-k {top_k}")?,
+            }
+        }
+        if !self.not_applied.is_empty() {
+            write!(f, "; not applied: {}", self.not_applied.join(", "))?;
+        }
+        Ok(())
     }
 }
 
@@ -123,6 +143,10 @@ mod tests {
         );
         assert_eq!(defaults.eos, [151645, 151643]);
         assert_eq!(defaults.not_applied, ["repetition_penalty = 1.1"]);
+        assert_eq!(
+            defaults.to_string(),
+            "temperature 0.7, top-p 0.8, top-k 20; not applied: repetition_penalty = 1.1"
+        );
     }
 
     #[test]

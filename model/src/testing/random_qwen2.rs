@@ -1,7 +1,7 @@
 //! A Qwen2 checkpoint of random weights (QKV bias, tied embeddings): the same bytes on every
 //! machine, for tests of shape, speed and correctness where the real model cannot be had.
 //!
-//! The numbers come from [Philox](super::philox) keyed by (seed, number of the tensor). Each is
+//! The numbers come from Philox keyed by (seed, number of the tensor). Each is
 //! the sum of four uniform 16-bit numbers, shifted and scaled: bell-shaped, and exact anywhere,
 //! since only integers and one multiplication and addition in f64 are involved. The bytes are
 //! those of `make_random_qwen2.py` (numpy), which made the fixtures; the tests compare hashes.

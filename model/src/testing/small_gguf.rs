@@ -21,8 +21,9 @@ const KV_HEADS: u64 = 1;
 const FFN: u64 = 96;
 const ALIGNMENT: usize = 32;
 
-/// Tokens besides the 256 bytes: merged ones, then special ones.
-const MERGES: [&str; 4] = ["h e", "l l", "he ll", "hell o"];
+/// Tokens besides the 256 bytes: merged ones, one that no merge makes, then special ones.
+const MERGES: [&str; 6] = ["h e", "l l", "he ll", "hell o", "1 2", "3 4"];
+const WHOLE: &str = "zq";
 const SPECIAL: [&str; 3] = ["<|begin|>", "<|end|>", "<tool>"];
 
 /// Builds it. `pre` is the way of splitting text (`smollm`, `gpt-2`, `qwen2`, `llama-bpe`).
@@ -124,6 +125,7 @@ fn vocabulary() -> (Vec<String>, Vec<i32>) {
         .map(String::from)
         .collect();
     tokens.extend(MERGES.iter().map(|merge| merge.replace(' ', "")));
+    tokens.push(WHOLE.to_owned());
     let mut types = vec![1; tokens.len()];
     tokens.extend(SPECIAL.iter().map(|token| (*token).to_owned()));
     types.extend([3, 3, 4]);

@@ -57,6 +57,20 @@ pub enum TokenizerError {
         /// Rows of the model's embedding.
         vocab: usize,
     },
+    /// An added token has another id in the pipeline than the file says.
+    AddedToken {
+        /// The token.
+        token: String,
+        /// What the file says.
+        declared: u32,
+        /// What it would be.
+        found: Option<u32>,
+    },
+    /// Two tokens have one id.
+    SharedId {
+        /// The id.
+        id: u32,
+    },
     /// The way back to text is not byte-level.
     Decoder {
         /// What it is.
@@ -113,6 +127,25 @@ impl fmt::Display for TokenizerError {
                     "the tokenizer has token id {id}, the model's vocabulary has {vocab}"
                 )
             }
+            TokenizerError::AddedToken {
+                token,
+                declared,
+                found: Some(found),
+            } => write!(
+                f,
+                "the added token {token:?} has id {declared} in the file and {found} by its vocabulary"
+            ),
+            TokenizerError::AddedToken {
+                token,
+                declared,
+                found: None,
+            } => {
+                write!(
+                    f,
+                    "the added token {token:?} of id {declared} cannot be added"
+                )
+            }
+            TokenizerError::SharedId { id } => write!(f, "two tokens have the id {id}"),
             TokenizerError::Decoder { found } => {
                 write!(
                     f,

@@ -32,6 +32,12 @@ impl PieceTable {
                 vocab,
             });
         }
+        let mut taken = vec![false; bound];
+        for id in tokens.values() {
+            if std::mem::replace(&mut taken[*id as usize], true) {
+                return Err(TokenizerError::SharedId { id: *id });
+            }
+        }
         let added = pipeline.get_added_vocabulary();
         let alphabet = byte_alphabet();
         let mut table = Self {

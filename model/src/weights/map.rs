@@ -18,13 +18,14 @@ impl MappedFile {
     /// # Errors
     /// Those of opening and mapping; a path that is no regular file is `InvalidInput`.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::open(path)?;
-        if !file.metadata()?.is_file() {
+        // Before opening: opening a named pipe would wait for a writer.
+        if !std::fs::metadata(path)?.is_file() {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "not a regular file",
             ));
         }
+        let file = File::open(path)?;
         // SAFETY: the map is private and read-only, and is only ever read as plain bytes. That
         // nobody cuts or rewrites the file while it is mapped is asked of the user (module docs
         // of `weights`); `kvserve fetch` replaces files by rename.

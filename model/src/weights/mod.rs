@@ -5,8 +5,8 @@
 //! uses cannot fail. A file that is cut short *while* it is mapped ends the process by SIGBUS:
 //! replace model files by rename, never in place.
 //!
-//! * [`tensor`]: element types, views, dequantising a row
-//! * [`table`]: which tensors a model has, with which shapes, found and checked by name
+//! * `tensor`: element types, views, dequantising a row
+//! * `table`: which tensors a model has, with which shapes, found and checked by name
 
 mod float;
 mod map;
