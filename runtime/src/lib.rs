@@ -10,10 +10,10 @@
 
 pub mod bridge;
 pub mod completion;
+pub mod http;
 pub mod lane;
 pub mod limits;
 pub mod mailbox;
-pub mod http;
 pub mod net;
 pub mod sentinel;
 pub mod shard;

@@ -16,6 +16,7 @@ use crate::pull::{
 };
 use crate::session::AttemptId;
 use crate::transport::{Read, Transport};
+use kvserve_runtime::GuardKeeper as _;
 use kvserve_runtime::completion::Completion;
 use kvserve_runtime::{Deadline, EndReason, Nanos};
 use std::cell::{Cell, RefCell};

@@ -11,6 +11,7 @@ use crate::pool::PageId;
 use crate::session::frame::{PAYLOAD_BYTES_MAX, RefusedKind};
 use crate::session::{AbortReason, AttemptId, Frame, ServiceRefusal};
 use crate::transport::tcp::{ConnectionId, ReadAuthority};
+use kvserve_runtime::GuardKeeper as _;
 use kvserve_runtime::{Deadline, GuardToken, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

@@ -6,7 +6,7 @@ use super::pulse::{ShardPulse, ShardRemote};
 use super::timers::{SleepUntil, Timers};
 use crate::time::{Deadline, Nanos};
 use crate::trace::TraceRing;
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::rc::Rc;
@@ -30,6 +30,9 @@ struct ShardInner {
     desk: Desk,
     timers: Timers,
     trace: Arc<TraceRing>,
+    /// Always readable: waiting for it is waiting for the next look at I/O. Made on first use;
+    /// `None` when no descriptor was to be had.
+    io_gate: OnceCell<Option<super::EventFd>>,
 }
 
 /// A task of this shard; dropping it cancels the task.
@@ -81,6 +84,7 @@ impl Shard {
                 index,
                 desk: Desk::default(),
                 timers: Timers::default(),
+                io_gate: OnceCell::new(),
             }),
         }
     }
@@ -173,7 +177,8 @@ impl Shard {
     }
 
     /// Lets the shard's other runnable tasks run once. I/O is looked at when they
-    /// all wait, or when the executor preempts (after 1 ms at the latest).
+    /// all wait, or when the executor preempts (after 1 ms at the latest); see
+    /// [`Shard::io_turn`].
     pub async fn yield_now(&self) {
         glommio::executor().yield_now().await;
     }
@@ -182,6 +187,25 @@ impl Shard {
     /// loops over work that is seldom long.
     pub async fn yield_if_needed(&self) {
         glommio::yield_if_needed().await;
+    }
+
+    /// Lets other tasks run, then the executor look for I/O, timers and rings, and comes back
+    /// without sleeping. A loop that only yields keeps I/O waiting for the 1 ms preempt timer;
+    /// a poll loop that spins calls this every so often. Costs a few microseconds.
+    pub async fn io_turn(&self) {
+        let gate = self.inner.io_gate.get_or_init(|| {
+            let gate = super::EventFd::new().ok()?;
+            gate.signal();
+            Some(gate)
+        });
+        let Some(gate) = gate else {
+            return self.yield_now().await;
+        };
+        // Never drained, so it is readable at the next look. A failure to poll (ring full) is a
+        // turn without I/O; the caller comes again.
+        if let Ok(gate) = glommio::io::PollableFd::new(std::os::fd::AsRawFd::as_raw_fd(gate)) {
+            drop(gate.readable().await);
+        }
     }
 }
 

@@ -199,12 +199,17 @@ impl PeerEvents for AgentEvents {
         });
         // Only a proxy is believed about addresses.
         if !from_proxy {
-            node.log.warn("a roster came from a peer that is no proxy", &[("peer", &node_id)]);
+            node.log.warn(
+                "a roster came from a peer that is no proxy",
+                &[("peer", &node_id)],
+            );
             return;
         }
         match Roster::decode(bytes) {
             Ok(roster) => self.follow(&node, &roster),
-            Err(error) => node.log.warn("bad roster", &[("peer", &node_id), ("error", &error)]),
+            Err(error) => node
+                .log
+                .warn("bad roster", &[("peer", &node_id), ("error", &error)]),
         }
     }
 

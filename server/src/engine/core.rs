@@ -20,7 +20,9 @@ use futures_lite::future;
 use kvserve_kv::{PageId, ledger::LedgerCell};
 use kvserve_model::{Backend, Sampled, Step};
 use kvserve_runtime::completion::{Hub, OpenError};
-use kvserve_runtime::{ChannelId, ChannelKind, Deadline, EndReason, Nanos, Shard};
+use kvserve_runtime::{
+    ChannelId, ChannelKind, Deadline, EndReason, GuardKeeper as _, Nanos, Shard,
+};
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;

@@ -34,13 +34,10 @@ pub async fn accept(node: Rc<NodeContext>, mut commands: bridge::Receiver<Engine
         let heard = if live.is_empty() {
             Heard::Command(commands.recv().await)
         } else {
-            future::or(
-                async { Heard::Command(commands.recv().await) },
-                async {
-                    node.shard.sleep(SWEEP).await;
-                    Heard::Sweep
-                },
-            )
+            future::or(async { Heard::Command(commands.recv().await) }, async {
+                node.shard.sleep(SWEEP).await;
+                Heard::Sweep
+            })
             .await
         };
         match heard {

@@ -54,7 +54,9 @@ struct Ticket {
 impl Ticket {
     fn is_head(&self) -> bool {
         let queue = self.admission.queue.borrow();
-        queue.front().is_some_and(|(number, _)| *number == self.number)
+        queue
+            .front()
+            .is_some_and(|(number, _)| *number == self.number)
     }
 
     async fn becomes_head(&self) {
@@ -133,7 +135,9 @@ impl Admission {
         };
         loop {
             ticket.becomes_head().await;
-            if self.running.get() < self.running_max && ledger.with(|ledger| ledger.free_pages()) >= pages {
+            if self.running.get() < self.running_max
+                && ledger.with(|ledger| ledger.free_pages()) >= pages
+            {
                 self.running.set(self.running.get() + 1);
                 return Ok(Admitted {
                     admission: self.clone(),

@@ -15,9 +15,7 @@ use super::NodeContext;
 use super::admission::{self, Admitted};
 use super::payload;
 use super::request::RequestOut;
-use crate::engine::{
-    FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage,
-};
+use crate::engine::{FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage};
 use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
 use kvserve_kv::PageId;
@@ -258,10 +256,9 @@ impl Running<'_> {
         let migration = &mut self.migration;
         match &mut self.sequence {
             Some(sequence) if self.finish.is_none() => {
-                future::or(
-                    async { Heard::Migration(migration.next().await) },
-                    async { Heard::Sequence(sequence.next().await) },
-                )
+                future::or(async { Heard::Migration(migration.next().await) }, async {
+                    Heard::Sequence(sequence.next().await)
+                })
                 .await
             }
             Some(_) | None => Heard::Migration(migration.next().await),

@@ -118,9 +118,8 @@ pub fn decode_token(bytes: &[u8], vocab_size: usize) -> Result<Sampled, PayloadE
     })()
     .ok_or(error)?;
     let known = |id: u32| (id as usize) < vocab_size;
-    let sane = reader.0.is_empty()
-        && known(sampled.token)
-        && sampled.top.iter().all(|(id, _)| known(*id));
+    let sane =
+        reader.0.is_empty() && known(sampled.token) && sampled.top.iter().all(|(id, _)| known(*id));
     if sane { Ok(sampled) } else { Err(error) }
 }
 

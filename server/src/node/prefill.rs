@@ -96,7 +96,8 @@ impl PrefillService for PeerPrefills {
 
 /// Publishes one prefill as its chunks are computed; ends with it, or when the peer cancels.
 async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, publisher: Publisher) {
-    node.peer_prefills_live.set(node.peer_prefills_live.get() + 1);
+    node.peer_prefills_live
+        .set(node.peer_prefills_live.get() + 1);
     let page_tokens = node.limits.page_tokens;
     let prompt = sequence.view().map_or(0, |view| view.tokens);
     let pages = node.limits.pages_for(prompt);
@@ -111,13 +112,10 @@ async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, pub
                 publisher.cancelled().await;
                 Heard::Cancelled
             },
-            future::or(
-                async { Heard::Event(sequence.next().await) },
-                async {
-                    node.shard.sleep(QUEUE_HEARTBEAT).await;
-                    Heard::Tick
-                },
-            ),
+            future::or(async { Heard::Event(sequence.next().await) }, async {
+                node.shard.sleep(QUEUE_HEARTBEAT).await;
+                Heard::Tick
+            }),
         )
         .await;
         match heard {
@@ -142,5 +140,6 @@ async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, pub
             Heard::Tick => publisher.queued(node.core.load().queued as u32),
         }
     }
-    node.peer_prefills_live.set(node.peer_prefills_live.get() - 1);
+    node.peer_prefills_live
+        .set(node.peer_prefills_live.get() - 1);
 }

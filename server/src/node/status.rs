@@ -176,7 +176,10 @@ fn gauges(node: &NodeContext) -> String {
         ("kvserve_requests_admission_queued", node.admission.queued()),
         ("kvserve_sequences_running", load.running),
         ("kvserve_sequences_queued", load.queued),
-        ("kvserve_peer_prefills_active", node.peer_prefills_live.get()),
+        (
+            "kvserve_peer_prefills_active",
+            node.peer_prefills_live.get(),
+        ),
     ] {
         gauge(&mut out, name, "", value as f64);
     }
@@ -187,7 +190,10 @@ fn gauges(node: &NodeContext) -> String {
         ("kvserve_slots_ended_cancelled_total", hub.ended_cancelled),
         ("kvserve_slots_ended_failed_total", hub.ended_failed),
         ("kvserve_completions_late_total", hub.completions_late),
-        ("kvserve_completions_duplicate_total", hub.completions_duplicate),
+        (
+            "kvserve_completions_duplicate_total",
+            hub.completions_duplicate,
+        ),
         ("kvserve_completions_stray_total", hub.completions_stray),
         ("kvserve_channels_killed_total", hub.channels_killed),
         ("kvserve_channels_stuck_total", hub.channels_stuck),

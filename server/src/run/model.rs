@@ -54,7 +54,10 @@ pub fn served_name(model: &str) -> String {
         Some(ending) if ending == "gguf" => path.file_stem(),
         _ => path.file_name(),
     };
-    name.map_or_else(|| model.to_string(), |name| name.to_string_lossy().into_owned())
+    name.map_or_else(
+        || model.to_string(),
+        |name| name.to_string_lossy().into_owned(),
+    )
 }
 
 /// One line on a terminal, redrawn; nothing where standard error is a file.
@@ -82,14 +85,22 @@ impl ProgressBar {
         }
         self.shown_percent = Some((stage, percent));
         let filled = (percent * WIDTH / 100) as usize;
-        let bar = format!("{}{}", "#".repeat(filled), ".".repeat(WIDTH as usize - filled));
+        let bar = format!(
+            "{}{}",
+            "#".repeat(filled),
+            ".".repeat(WIDTH as usize - filled)
+        );
         let doing = match stage {
             fetcher::Stage::Waiting => "waits for another fetch",
             fetcher::Stage::Package => "pip downloads",
             fetcher::Stage::Writing => "writes",
         };
         // A progress bar that cannot be drawn is no reason to stop.
-        let _ = write!(std::io::stderr(), "\r{} [{bar}] {percent:3} % {doing}   ", self.name);
+        let _ = write!(
+            std::io::stderr(),
+            "\r{} [{bar}] {percent:3} % {doing}   ",
+            self.name
+        );
     }
 
     fn end(&mut self) {

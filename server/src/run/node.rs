@@ -161,9 +161,15 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
     let readiness = Arc::new(Readiness::new(active_max, sizes.context));
     let (commands, commands_out) = bridge::channel(active_max);
     let (queries, queries_out) = bridge::channel(DEBUG_QUERIES_MAX);
-    let chaos = ChaosHandle::new(args.chaos.clone().unwrap_or_default(), std::process::id().into());
+    let chaos = ChaosHandle::new(
+        args.chaos.clone().unwrap_or_default(),
+        std::process::id().into(),
+    );
     if let Some(spec) = &args.chaos {
-        log.warn("CHAOS is on: faults are injected on purpose", &[("spec", spec)]);
+        log.warn(
+            "CHAOS is on: faults are injected on purpose",
+            &[("spec", spec)],
+        );
     }
     let name = served_name(&command.model.model);
     let served = ServedModel::of(&mut model, vec![name.clone()], sizes.context as u32);
@@ -206,7 +212,9 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
             peers,
         }))),
     };
-    summary(&shared, args, &command, &model, &layout, &sizes, &configs, &sentinel);
+    summary(
+        &shared, args, &command, &model, &layout, &sizes, &configs, &sentinel,
+    );
     // The tensors live on in packed form; the file's mapping and the tables are not needed.
     drop(model);
     let shards = Shard::launch_all(&configs, move |shard| run_shard(shard, shared))
@@ -252,10 +260,14 @@ fn check(role: Role, command: &NodeCommand, listen: SocketAddr) -> Result<(), St
     check_chaos(args.chaos.is_some(), &addresses)?;
     let clustered = matches!(role, Role::Prefill | Role::Decode);
     if clustered && command.join.join.is_none() {
-        return Err("a prefill or decode node needs --join HOST:PORT, the proxy's peer address".into());
+        return Err(
+            "a prefill or decode node needs --join HOST:PORT, the proxy's peer address".into(),
+        );
     }
     if clustered && command.join.peer_key_file.is_none() {
-        return Err("a node of a cluster needs --peer-key-file, the same file on every node".into());
+        return Err(
+            "a node of a cluster needs --peer-key-file, the same file on every node".into(),
+        );
     }
     Ok(())
 }
@@ -271,7 +283,9 @@ struct Sizes {
 impl Sizes {
     fn choose(args: &NodeArgs, model: &Model, page_tokens: usize) -> Result<Sizes, String> {
         let config = &model.config;
-        let asked = args.max_model_len.map_or(config.context, |tokens| tokens as usize);
+        let asked = args
+            .max_model_len
+            .map_or(config.context, |tokens| tokens as usize);
         if asked > config.context {
             return Err(format!(
                 "--max-model-len {asked} is more than the {} tokens this model can hold",
@@ -415,7 +429,9 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         }
         None => {
             let hub = Hub::new(HubLimits::default(), Rc::new(NoPages));
-            shard.spawn(hub.clone().run(shard.clone(), shared.policy)).detach();
+            shard
+                .spawn(hub.clone().run(shard.clone(), shared.policy))
+                .detach();
             (hub, None)
         }
     };
@@ -519,12 +535,22 @@ fn start_engine(
         peer_prefills_live: Cell::new(0),
         log: shared.log,
     });
-    shard.spawn(hub.clone().run(shard.clone(), shared.policy)).detach();
-    shard.spawn(core.run()).detach();
-    shard.spawn(node::accept(node.clone(), parts.commands)).detach();
-    shard.spawn(node::publish(node.clone(), shared.board.clone())).detach();
     shard
-        .spawn(node::answer(node.clone(), parts.chaos.clone(), parts.queries))
+        .spawn(hub.clone().run(shard.clone(), shared.policy))
+        .detach();
+    shard.spawn(core.run()).detach();
+    shard
+        .spawn(node::accept(node.clone(), parts.commands))
+        .detach();
+    shard
+        .spawn(node::publish(node.clone(), shared.board.clone()))
+        .detach();
+    shard
+        .spawn(node::answer(
+            node.clone(),
+            parts.chaos.clone(),
+            parts.queries,
+        ))
         .detach();
     match parts.peers {
         Some(start) => {
@@ -550,14 +576,19 @@ fn start_engine(
             if node.peers.set(peers).is_err() {
                 unreachable!("peers are set once");
             }
-            shard.spawn(agent::report(node.clone(), start.agent)).detach();
+            shard
+                .spawn(agent::report(node.clone(), start.agent))
+                .detach();
         }
         None => shared.readiness.set_missing(None),
     }
     Ok((hub, node))
 }
 
-#[allow(clippy::too_many_arguments, reason = "one line of text for each, called once")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "one line of text for each, called once"
+)]
 fn summary(
     shared: &Shared,
     args: &NodeArgs,
@@ -600,8 +631,15 @@ fn summary(
         "sampling temperature {}, top_p {}, top_k {} unless a request says otherwise",
         model.generation.temperature, model.generation.top_p, model.generation.top_k
     );
-    println!("dtype    {}, kernels {}", dtype_text(args), layout.kernel_class);
-    println!("cores    shards on {cores:?}, engine threads on {:?}", engine_cores_text(args));
+    println!(
+        "dtype    {}, kernels {}",
+        dtype_text(args),
+        layout.kernel_class
+    );
+    println!(
+        "cores    shards on {cores:?}, engine threads on {:?}",
+        engine_cores_text(args)
+    );
     println!(
         "kv       {} pages of {} tokens = {tokens} tokens, {:.2} GiB{memory}",
         sizes.pages,
@@ -628,5 +666,7 @@ fn dtype_text(args: &NodeArgs) -> &'static str {
 }
 
 fn engine_cores_text(args: &NodeArgs) -> Vec<usize> {
-    args.engine_cores.as_ref().map_or_else(allowed_cpus, |list| list.0.clone())
+    args.engine_cores
+        .as_ref()
+        .map_or_else(allowed_cpus, |list| list.0.clone())
 }

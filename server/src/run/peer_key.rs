@@ -23,7 +23,9 @@ pub fn read(path: &Path) -> Result<PeerKey, String> {
     if text.len() > FILE_BYTES_MAX {
         return Err(wrong("the file is too long"));
     }
-    parse(&text).map(PeerKey::new).ok_or_else(|| wrong("not 64 hex digits"))
+    parse(&text)
+        .map(PeerKey::new)
+        .ok_or_else(|| wrong("not 64 hex digits"))
 }
 
 /// A key for a node without a cluster: nobody knows it.

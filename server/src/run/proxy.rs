@@ -313,7 +313,8 @@ impl Cluster {
         let registry = self.registry.borrow();
         let records = registry.nodes().filter_map(|(id, node)| record(id, node));
         self.nodes.publish(records.collect());
-        self.readiness.set_missing(registry.missing().map(str::to_string));
+        self.readiness
+            .set_missing(registry.missing().map(str::to_string));
     }
 
     fn tell_roster(&self) {
@@ -340,7 +341,8 @@ impl Cluster {
             .borrow_mut()
             .report(now, node_id, incarnation, &url, report);
         if !taken {
-            self.log.warn("a node's report was not taken", &[("node", &node_id)]);
+            self.log
+                .warn("a node's report was not taken", &[("node", &node_id)]);
             return;
         }
         self.changed();
@@ -387,7 +389,9 @@ impl PeerEvents for Events {
     fn down(&self, node_id: &str, reason: RefuseReason, _by_peer: bool) {
         if let Some(cluster) = self.0.upgrade() {
             let text = format!("{reason:?}");
-            cluster.log.info("node left", &[("node", &node_id), ("reason", &text)]);
+            cluster
+                .log
+                .info("node left", &[("node", &node_id), ("reason", &text)]);
             cluster.sessions.borrow_mut().remove(node_id);
             cluster.registry.borrow_mut().lost(node_id);
             cluster.changed();
@@ -404,7 +408,9 @@ impl PeerEvents for Events {
         match NodeReport::decode(bytes) {
             Ok(report) => cluster.reported(node_id, report),
             Err(error) => {
-                cluster.log.warn("bad report", &[("node", &node_id), ("error", &error)]);
+                cluster
+                    .log
+                    .warn("bad report", &[("node", &node_id), ("error", &error)]);
             }
         }
     }
