@@ -15,8 +15,11 @@ pub mod source;
 pub mod time;
 
 pub use completion::{
-    ChannelId, ChannelKind, Completed, CompletionStatus, EndReason, GuardToken, SlotId, WorkId,
+    BeginError, ChannelId, ChannelKind, Completed, Completer, Completion, CompletionStatus,
+    EndReason, GuardKeeper, GuardToken, Hub, HubCounters, HubLimits, OneshotCompletion, OpenError,
+    PollProgress, PostError, SlotId, SlotView, SourceId, WorkId,
 };
+pub use shard::poll_loop::PollPolicy;
 pub use shard::{Shard, ShardConfig};
 pub use source::{CompletionSource, Reap};
 pub use time::{Deadline, Nanos};

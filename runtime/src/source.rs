@@ -1,7 +1,7 @@
 //! The face of everything that completes work: socket engines, copy queues, RDMA queues,
 //! GPU counters, engine lanes. Synchronous, no futures in it.
 
-use crate::completion::{ChannelId, Completed};
+use crate::completion::{ChannelId, Completed, WorkId};
 use crate::time::Nanos;
 use std::os::fd::RawFd;
 
@@ -21,14 +21,22 @@ pub enum Reap {
 }
 
 /// Something a shard polls for completions.
+///
+/// The poll loop borrows a source only for the length of one of these calls, and never while
+/// anything of the completion slab is borrowed.
 pub trait CompletionSource {
     /// Makes progress and appends at most [`COMPLETIONS_PER_POLL_MAX`] completions to `out`;
-    /// returns how many. Never blocks.
+    /// returns how many. Never blocks. A poll that finds nothing more takes back the readiness
+    /// of the armed descriptor (reads its eventfd), else the shard could not park.
     fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize;
 
     /// Arms notification and returns the descriptor that turns readable when a poll would
     /// find something. The shard polls once more after arming and before it parks. `None`: the
-    /// source has nothing to wait on right now (or must be polled while work is in flight).
+    /// source has nothing to wait on right now, or, with work in flight, must be polled (the
+    /// shard then polls it each millisecond).
+    ///
+    /// The descriptor stays open for as long as the source is registered: a watch on it lives
+    /// on over many parks. A source with several sockets gives the descriptor of an `epoll`.
     fn arm(&mut self) -> Option<RawFd>;
 
     /// Posts that have not completed yet.
@@ -39,4 +47,21 @@ pub trait CompletionSource {
 
     /// Asks what became of a killed channel.
     fn reap(&mut self, channel: ChannelId) -> Reap;
+
+    /// Any number that grows while `channel` moves something between two completions (bytes,
+    /// for instance). The stop ladder takes a change as progress, so that a large read over a
+    /// slow link is not taken for a channel that stands still (PROTOCOL E3).
+    fn moved(&self, channel: ChannelId) -> u64 {
+        let _ = channel;
+        0
+    }
+
+    /// The waiter of this post has ended: its bytes are wanted no more. `true` is a promise
+    /// that from now on nothing of this post touches the memory it named (a TCP source reads
+    /// the rest into scrap, PROTOCOL E3); the post still completes in its turn. `false`: it
+    /// cannot be taken back.
+    fn abandon(&mut self, work: WorkId) -> bool {
+        let _ = work;
+        false
+    }
 }

@@ -1,5 +1,7 @@
 //! A shard: one pinned executor. The only door to glommio.
 
+pub mod poll_loop;
+
 use crate::time::Nanos;
 use std::future::Future;
 use std::rc::Rc;
