@@ -8,11 +8,20 @@
 //! **What it is not.** It knows no model, no token, no KV page, and it is not a general
 //! purpose async runtime: nothing here is `Send` across shards except what says so.
 
+pub mod bridge;
 pub mod completion;
+pub mod lane;
+pub mod limits;
+pub mod mailbox;
 pub mod net;
+pub mod sentinel;
 pub mod shard;
+pub mod side_pool;
+pub mod signals;
 pub mod source;
+pub mod stages;
 pub mod time;
+pub mod trace;
 
 pub use completion::{
     BeginError, ChannelId, ChannelKind, Completed, Completer, Completion, CompletionStatus,
@@ -20,6 +29,6 @@ pub use completion::{
     PollProgress, PostError, SlotId, SlotView, SourceId, WorkId,
 };
 pub use shard::poll_loop::PollPolicy;
-pub use shard::{Shard, ShardConfig};
+pub use shard::{Shard, ShardConfig, ShardHandle};
 pub use source::{CompletionSource, Reap};
 pub use time::{Deadline, Nanos};
