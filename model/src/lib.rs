@@ -9,6 +9,7 @@
 pub mod backend;
 pub mod chat_template;
 pub mod config;
+pub mod cpu;
 pub mod detokenizer;
 pub mod error;
 pub mod fetch;
@@ -16,6 +17,7 @@ pub mod generation_config;
 pub mod gguf;
 pub mod load;
 pub mod safetensors;
+pub mod sampling;
 pub mod stop;
 pub mod testing;
 pub mod tokenizer;

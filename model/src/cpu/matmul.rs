@@ -1,0 +1,286 @@
+//! Activations times a weight matrix.
+//!
+//! One order of additions for every output element: `sum = 0; for k in order: sum = fma(w, x, sum)`,
+//! each in its own lane. How many rows, groups or threads share a register block changes which
+//! loads are shared, never an operand or the order, so that decode (one row, weights widened in
+//! registers) and prefill (panels of widened weights in L2) give the same bits (PROTOCOL D1).
+
+use super::lanes::{Lanes, MicroArgs, Op, SumMode};
+use super::matrix::{GROUP, Matrix, Packing, Unpack, Visit, widen};
+use std::ops::Range;
+
+/// Up to this many rows, weights are widened in registers and used at once; above it a panel is
+/// widened once into scratch and used by all rows (widening costs about 4 operations a vector).
+const DIRECT_ROWS_MAX: usize = 4;
+
+/// Floats of panel scratch that a thread needs for a matrix with `inputs` inputs.
+pub(crate) fn panel_len<S: Lanes>(inputs: usize) -> usize {
+    inputs * S::MICRO_GROUPS * GROUP
+}
+
+/// A block of activations, `rows` rows at `stride`.
+#[derive(Clone, Copy)]
+pub(crate) struct Input {
+    pub start: *const f32,
+    pub stride: usize,
+    pub rows: usize,
+}
+
+/// Where results go: row 0 of output 0 of the matrix, rows at `stride`.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    pub start: *mut f32,
+    pub stride: usize,
+    pub mode: SumMode,
+}
+
+/// Computes `groups` of `matrix` for all rows.
+///
+/// # Safety
+/// `x` has `rows` readable rows of `matrix.inputs`; `out` has `rows` rows that are writable at
+/// all outputs of `groups` (whole groups, padding too), and nobody else touches those; the
+/// processor has `S`; `panel` holds at least [`panel_len`] floats.
+pub(crate) unsafe fn multiply<S: Lanes>(
+    matrix: &Matrix,
+    groups: Range<usize>,
+    x: Input,
+    out: Output,
+    panel: &mut [f32],
+) {
+    assert!(groups.end <= matrix.groups());
+    // SAFETY: the caller's contract, passed on; groups are in range by the assertion.
+    unsafe {
+        if x.rows <= DIRECT_ROWS_MAX {
+            multiply_direct::<S>(matrix, groups, x, out);
+        } else {
+            multiply_panels::<S>(matrix, groups, x, out, panel);
+        }
+    }
+}
+
+/// # Safety
+/// As [`multiply`].
+unsafe fn multiply_direct<S: Lanes>(matrix: &Matrix, groups: Range<usize>, x: Input, out: Output) {
+    let mut group = groups.start;
+    // SAFETY: as `multiply`; each call takes groups below the end.
+    unsafe {
+        while group < groups.end {
+            let left = groups.end - group;
+            group += match (x.rows, left) {
+                (0, _) => left,
+                (1, 4..) => direct::<S, 1, 4>(matrix, group, x, out),
+                (1, _) => direct::<S, 1, 1>(matrix, group, x, out),
+                (2, 2..) => direct::<S, 2, 2>(matrix, group, x, out),
+                (2, _) => direct::<S, 2, 1>(matrix, group, x, out),
+                (3, 2..) => direct::<S, 3, 2>(matrix, group, x, out),
+                (3, _) => direct::<S, 3, 1>(matrix, group, x, out),
+                (_, 2..) => direct::<S, 4, 2>(matrix, group, x, out),
+                (_, _) => direct::<S, 4, 1>(matrix, group, x, out),
+            };
+        }
+    }
+}
+
+/// # Safety
+/// As [`multiply`], for `G` groups from `group` on.
+unsafe fn direct<S: Lanes, const R: usize, const G: usize>(
+    matrix: &Matrix,
+    group: usize,
+    x: Input,
+    out: Output,
+) -> usize {
+    let groups = std::array::from_fn(|g| matrix.group(group + g));
+    // SAFETY: as `multiply`.
+    unsafe {
+        S::enter(Direct::<R, G> {
+            packing: matrix.packing,
+            groups,
+            inputs: matrix.inputs,
+            x: x.start,
+            x_stride: x.stride,
+            out: out.start.add(group * GROUP),
+            out_stride: out.stride,
+            mode: out.mode,
+        });
+    }
+    G
+}
+
+/// # Safety
+/// As [`multiply`].
+unsafe fn multiply_panels<S: Lanes>(
+    matrix: &Matrix,
+    groups: Range<usize>,
+    x: Input,
+    out: Output,
+    panel: &mut [f32],
+) {
+    assert!(panel.len() >= panel_len::<S>(matrix.inputs));
+    let panel = panel.as_mut_ptr();
+    // Blocks of nearly equal height: 16 rows as 8 + 8, not 12 + 4.
+    let blocks = x.rows.div_ceil(S::MICRO_ROWS);
+    let mut group = groups.start;
+    while group < groups.end {
+        let count = (groups.end - group).min(S::MICRO_GROUPS);
+        // SAFETY: as `multiply`; the panel is large enough by the assertion.
+        unsafe {
+            unpack::<S>(matrix, group, count, panel);
+            for block in 0..blocks {
+                let first = x.rows * block / blocks;
+                let rows = x.rows * (block + 1) / blocks - first;
+                let args = MicroArgs {
+                    x: x.start.add(first * x.stride),
+                    x_stride: x.stride,
+                    w: panel,
+                    w_stride: count * GROUP,
+                    k: matrix.inputs,
+                    out: out.start.add(first * out.stride + group * GROUP),
+                    out_stride: out.stride,
+                    mode: out.mode,
+                };
+                S::micro(args, rows, count);
+            }
+        }
+        group += count;
+    }
+}
+
+/// # Safety
+/// As [`multiply_panels`]; `count` is 1 or 2.
+unsafe fn unpack<S: Lanes>(matrix: &Matrix, group: usize, count: usize, panel: *mut f32) {
+    let (packing, inputs) = (matrix.packing, matrix.inputs);
+    // SAFETY: the groups exist, the panel has room.
+    unsafe {
+        if count == 2 {
+            let groups = [matrix.group(group), matrix.group(group + 1)];
+            S::enter(Unpack {
+                packing,
+                groups,
+                inputs,
+                panel,
+            });
+        } else {
+            assert_eq!(count, 1, "a panel of {count} groups");
+            let groups = [matrix.group(group)];
+            S::enter(Unpack {
+                packing,
+                groups,
+                inputs,
+                panel,
+            });
+        }
+    }
+}
+
+/// Writes `R x G` sums as the mode says.
+///
+/// # Safety
+/// `out` has `R` rows of `G * 16` at the stride.
+#[inline(always)]
+unsafe fn finish<S: Lanes, const R: usize, const G: usize>(
+    sums: [[S::V; G]; R],
+    out: *mut f32,
+    stride: usize,
+    mode: SumMode,
+) {
+    for (r, row) in sums.into_iter().enumerate() {
+        for (g, sum) in row.into_iter().enumerate() {
+            // SAFETY: the caller's word.
+            unsafe {
+                let to = out.add(r * stride + g * GROUP);
+                let value = match mode {
+                    SumMode::Store | SumMode::Chain => sum,
+                    SumMode::Add => S::add(S::load(to), sum),
+                };
+                S::store(to, value);
+            }
+        }
+    }
+}
+
+/// A register block over weights that are already f32.
+pub(crate) struct Micro<const R: usize, const G: usize>(pub MicroArgs);
+
+impl<const R: usize, const G: usize> Op for Micro<R, G> {
+    type Out = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Lanes>(self) {
+        let a = self.0;
+        // SAFETY: `MicroArgs` describe readable rows, a readable panel and writable results.
+        unsafe {
+            let mut sums = [[S::splat(0.0); G]; R];
+            if a.mode == SumMode::Chain {
+                for (r, row) in sums.iter_mut().enumerate() {
+                    for (g, sum) in row.iter_mut().enumerate() {
+                        *sum = S::load(a.out.add(r * a.out_stride + g * GROUP));
+                    }
+                }
+            }
+            for k in 0..a.k {
+                let w: [S::V; G] =
+                    std::array::from_fn(|g| S::load(a.w.add(k * a.w_stride + g * GROUP)));
+                for (r, row) in sums.iter_mut().enumerate() {
+                    let x = S::splat(*a.x.add(r * a.x_stride + k));
+                    for (g, sum) in row.iter_mut().enumerate() {
+                        *sum = S::fma(w[g], x, *sum);
+                    }
+                }
+            }
+            finish::<S, R, G>(sums, a.out, a.out_stride, a.mode);
+        }
+    }
+}
+
+/// A register block over packed weights.
+struct Direct<const R: usize, const G: usize> {
+    packing: Packing,
+    groups: [*const u8; G],
+    inputs: usize,
+    x: *const f32,
+    x_stride: usize,
+    out: *mut f32,
+    out_stride: usize,
+    mode: SumMode,
+}
+
+struct Sums<S: Lanes, const R: usize, const G: usize> {
+    sums: [[S::V; G]; R],
+    x: *const f32,
+    x_stride: usize,
+}
+
+impl<S: Lanes, const R: usize, const G: usize> Visit<S, G> for Sums<S, R, G> {
+    /// `x` has `R` rows with an element `input`.
+    #[inline(always)]
+    unsafe fn visit(&mut self, input: usize, weights: [S::V; G]) {
+        for (r, row) in self.sums.iter_mut().enumerate() {
+            // SAFETY: inside the row by the caller's word.
+            unsafe {
+                let x = S::splat(*self.x.add(r * self.x_stride + input));
+                for (g, sum) in row.iter_mut().enumerate() {
+                    *sum = S::fma(weights[g], x, *sum);
+                }
+            }
+        }
+    }
+}
+
+impl<const R: usize, const G: usize> Op for Direct<R, G> {
+    type Out = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Lanes>(self) {
+        debug_assert!(self.mode != SumMode::Chain);
+        // SAFETY: the contract of `multiply`.
+        unsafe {
+            let mut sums = Sums::<S, R, G> {
+                sums: [[S::splat(0.0); G]; R],
+                x: self.x,
+                x_stride: self.x_stride,
+            };
+            widen::<S, G>(self.packing, self.groups, self.inputs, &mut sums);
+            finish::<S, R, G>(sums.sums, self.out, self.out_stride, self.mode);
+        }
+    }
+}
