@@ -1,6 +1,7 @@
 //! The face between the engine's control and its arithmetic. Synchronous, no futures in it:
 //! a step is submitted as a post (PROTOCOL P7) and its end arrives like any other completion.
 
+use crate::cpu::InvalidStep;
 use kvserve_kv::{KvLayout, PageId, PoolMemory};
 use kvserve_runtime::{CompletionSource, WorkId};
 use std::ops::Range;
@@ -54,7 +55,7 @@ pub struct Sampled {
 
 /// One engine step: the plan on the way in, the samples on the way out. The box travels to the
 /// engine and back, so that a steady decode step allocates nothing.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Step {
     /// New tokens of all sequences, one after the other.
     pub tokens: Vec<u32>,
@@ -93,8 +94,10 @@ pub struct SubmitError {
 pub enum SubmitReason {
     /// Its queue is full; submit again after a completion.
     Busy,
-    /// Its engine has ended; the process is going down.
+    /// Its engine has ended, or its channel was killed.
     Gone,
+    /// The plan is wrong; submitting it again is of no use.
+    Invalid(InvalidStep),
 }
 
 /// Runs steps of one model replica. It is a completion source: register it with the shard that

@@ -23,9 +23,10 @@ pub mod testing;
 pub mod tokenizer;
 pub mod weights;
 
-pub use backend::{Backend, SampleSpec, Sampled, Step, StepSequence, SubmitError};
+pub use backend::{Backend, SampleSpec, Sampled, Step, StepSequence, SubmitError, SubmitReason};
 pub use chat_template::{ChatInput, ChatTemplate, TemplateError};
 pub use config::{Architecture, ModelConfig};
+pub use cpu::{CpuBackend, CpuEngine, CpuOptions};
 pub use detokenizer::Detokenizer;
 pub use error::{LoadError, LoadProblem};
 pub use generation_config::GenerationDefaults;

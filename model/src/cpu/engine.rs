@@ -13,6 +13,7 @@ use crate::backend::Step;
 use crate::config::ModelConfig;
 use crate::weights::{RopeLayout, TensorId, TensorView, Weights};
 use kvserve_kv::{KvDtype, KvLayout, PoolMemory};
+use kvserve_runtime::lane::LanePulse;
 use std::fmt;
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -29,6 +30,9 @@ pub struct CpuOptions {
     /// Cores to run on; empty leaves it to the kernel. Worker i is bound to
     /// `cores[i % cores.len()]`; the leader's core, `cores[0]`, is bound by its owner (the lane).
     pub cores: Vec<usize>,
+    /// Added to the niceness of the workers, so that a shard on the same core wins it; give the
+    /// lane the same.
+    pub nice: u8,
     /// Element type of keys and values. With `Bf16`, weights stored as f32 are held as bf16
     /// too; activations are f32 always.
     pub dtype: KvDtype,
@@ -90,6 +94,7 @@ pub struct CpuEngine {
     work: Workspace,
     pass: Pass,
     checker: Checker,
+    pulse: Option<Arc<LanePulse>>,
 }
 
 impl CpuEngine {
@@ -136,8 +141,9 @@ impl CpuEngine {
                 error,
             }
         })?;
-        let team = Team::start(options.threads, &options.cores).map_err(CpuEngineError::Threads)?;
-        let model = PackedModel::pack(config, rope, options.dtype, tensor);
+        let team = Team::start(options.threads, &options.cores, options.nice)
+            .map_err(CpuEngineError::Threads)?;
+        let model = PackedModel::pack(config, options.dtype, tensor);
         let rope = Rope::new(config.head_dim, config.rope_theta, rope);
         let work = match isa.0 {
             Level::Portable => Workspace::new::<Portable>(&model, &rope, team.threads()),
@@ -157,13 +163,14 @@ impl CpuEngine {
             work,
             pass: Pass::with_room(),
             checker,
+            pulse: None,
         })
     }
 
     /// Computes a step and fills `sampled` and `compute_ns`.
     ///
-    /// Steps of more rows than a pass holds are computed in several passes. A step of which
-    /// every sequence's tokens fit decode needs no allocation once the vectors have grown.
+    /// A step of more than [`PASS_ROWS_MAX`](super::PASS_ROWS_MAX) tokens is computed in several
+    /// passes. A step like one before it allocates nothing, unless log-probabilities are asked for.
     ///
     /// # Errors
     /// [`InvalidStep`] when the plan is wrong; nothing was computed then.
@@ -194,6 +201,7 @@ impl CpuEngine {
             work: &self.work,
             pass: &self.pass,
             step,
+            pulse: self.pulse.as_deref(),
         };
         match self.isa.0 {
             Level::Portable => lead::<Portable>(&mut self.team, &forward),
@@ -233,6 +241,11 @@ impl CpuEngine {
     /// the memory's bandwidth.
     pub fn streamed_bytes(&self) -> usize {
         self.model.streamed_bytes()
+    }
+
+    /// Signs of life to give once a layer, so that a long step does not look like a dead lane.
+    pub fn set_pulse(&mut self, pulse: Arc<LanePulse>) {
+        self.pulse = Some(pulse);
     }
 
     /// A second checker with this engine's bounds, for whoever submits to it.

@@ -23,6 +23,7 @@ use crate::backend::{Sampled, Step};
 use crate::sampling::Sampler;
 use kvserve_kv::PageId;
 use kvserve_kv::layout::KeyOrValue;
+use kvserve_runtime::lane::LanePulse;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -93,6 +94,8 @@ pub(crate) struct Forward<'a> {
     pub work: &'a Workspace,
     pub pass: &'a Pass,
     pub step: &'a Step,
+    /// Signs of life, given by the leader once a layer.
+    pub pulse: Option<&'a LanePulse>,
 }
 
 impl Forward<'_> {
@@ -109,6 +112,9 @@ impl Forward<'_> {
         unsafe {
             self.embed(member);
             for (index, layer) in self.model.layers.iter().enumerate() {
+                if let (0, Some(pulse)) = (member.index, self.pulse) {
+                    pulse.advance();
+                }
                 self.norm::<S>(member, &layer.attention_norm);
                 self.query_key_value::<S>(member, own, layer);
                 self.rotate_and_store(member, layer, index);

@@ -20,6 +20,7 @@ mod elementwise;
 mod engine;
 mod forward;
 mod isa;
+mod lane;
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod lanes_avx2;
@@ -36,4 +37,5 @@ mod team;
 
 pub use engine::{CpuEngine, CpuEngineError, CpuOptions};
 pub use isa::{Isa, UnusableIsa};
+pub use lane::CpuBackend;
 pub use plan::{InvalidStep, PASS_ROWS_MAX};

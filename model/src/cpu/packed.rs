@@ -3,7 +3,7 @@
 use super::aligned::Aligned;
 use super::matrix::Matrix;
 use crate::config::ModelConfig;
-use crate::weights::{LayerTensor, RopeLayout, TensorId, TensorView, dequantize_row};
+use crate::weights::{LayerTensor, TensorId, TensorView, dequantize_row};
 use kvserve_kv::KvDtype;
 use std::sync::Arc;
 
@@ -25,7 +25,6 @@ pub(crate) struct Layer {
 /// A model, packed.
 pub(crate) struct PackedModel {
     pub config: ModelConfig,
-    pub rope: RopeLayout,
     pub embedding: Arc<Matrix>,
     pub layers: Vec<Layer>,
     pub output_norm: Aligned<f32>,
@@ -38,7 +37,6 @@ impl PackedModel {
     /// [`crate::weights::Weights`] at load). Panics if one is missing or misshapen.
     pub fn pack<'a>(
         config: &ModelConfig,
-        rope: RopeLayout,
         dtype: KvDtype,
         tensor: impl Fn(TensorId) -> TensorView<'a>,
     ) -> Self {
@@ -79,7 +77,6 @@ impl PackedModel {
             Arc::new(matrix(TensorId::Head, config.vocab, config.hidden))
         };
         PackedModel {
-            rope,
             embedding,
             layers: (0..config.layers).map(layer).collect(),
             output_norm: norm(&tensor(TensorId::OutputNorm), config.hidden),

@@ -170,11 +170,11 @@ pub(crate) struct Team {
 
 impl Team {
     /// Starts `threads - 1` workers; worker i runs on `cores[i % cores.len()]` if any are named
-    /// (the leader is member 0, its owner pins it).
+    /// (the leader is member 0, its owner pins it), `nice` nicer than the calling thread.
     ///
     /// # Errors
     /// When a thread cannot be started or pinned, or the number is out of range.
-    pub fn start(threads: usize, cores: &[usize]) -> io::Result<Team> {
+    pub fn start(threads: usize, cores: &[usize], nice: u8) -> io::Result<Team> {
         if threads == 0 || threads > THREADS_MAX {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -211,7 +211,7 @@ impl Team {
             let worker = std::thread::Builder::new()
                 .name(format!("engine-{index}"))
                 .spawn(move || {
-                    let outcome = core.map_or(Ok(()), pin_to);
+                    let outcome = core.map_or(Ok(()), pin_to).and_then(|()| be_nicer(nice));
                     let usable = outcome.is_ok();
                     if pinned.send(outcome).is_ok() && usable {
                         work(index, &shared);
@@ -284,6 +284,23 @@ impl Drop for Team {
     }
 }
 
+/// Raises the calling thread's niceness.
+fn be_nicer(nice: u8) -> io::Result<()> {
+    if nice == 0 {
+        return Ok(());
+    }
+    // SAFETY: plain calls; on Linux id 0 names the calling thread. -1 may be a valid niceness,
+    // which is why it is not looked at: a wrong reading only gives another niceness.
+    let status = unsafe {
+        let now = libc::getpriority(libc::PRIO_PROCESS, 0);
+        libc::setpriority(libc::PRIO_PROCESS, 0, now + i32::from(nice))
+    };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// Binds the calling thread to one core.
 ///
 /// # Errors
@@ -321,7 +338,7 @@ mod tests {
     #[test]
     fn every_unit_of_every_phase_is_done_once_and_seen_after_the_barrier() {
         for threads in [1, 2, 3, 5] {
-            let mut team = Team::start(threads, &[]).unwrap();
+            let mut team = Team::start(threads, &[], 0).unwrap();
             let counts: Vec<AtomicUsize> = (0..97).map(|_| AtomicUsize::new(0)).collect();
             let rounds = 200;
             for _ in 0..rounds {
@@ -350,14 +367,14 @@ mod tests {
 
     #[test]
     fn a_team_that_cannot_be_pinned_is_an_error() {
-        let error = Team::start(2, &[1 << 20]).err().unwrap();
+        let error = Team::start(2, &[1 << 20], 0).err().unwrap();
         assert!(error.to_string().contains("core"), "{error}");
-        assert!(Team::start(0, &[]).is_err());
+        assert!(Team::start(0, &[], 0).is_err());
     }
 
     #[test]
     fn workers_sleep_and_wake_again() {
-        let mut team = Team::start(2, &[]).unwrap();
+        let mut team = Team::start(2, &[], 0).unwrap();
         for _ in 0..5 {
             std::thread::sleep(Duration::from_millis(3));
             let runs = AtomicUsize::new(0);
