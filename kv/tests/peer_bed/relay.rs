@@ -1,0 +1,98 @@
+//! A TCP relay between two nodes, on plain threads, that can freeze or be cut.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub struct Relay {
+    pub address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    frozen: AtomicBool,
+    closed: AtomicBool,
+    streams: Mutex<Vec<TcpStream>>,
+}
+
+impl Relay {
+    pub fn to(target: SocketAddr) -> Relay {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let shared = Arc::new(Shared::default());
+        let own = shared.clone();
+        std::thread::spawn(move || {
+            for near in listener.incoming() {
+                if own.closed.load(Ordering::SeqCst) {
+                    return;
+                }
+                let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else {
+                    continue;
+                };
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    from.set_nodelay(true).unwrap();
+                    own.streams.lock().unwrap().push(from.try_clone().unwrap());
+                    let shared = own.clone();
+                    std::thread::spawn(move || pass_on(from, to, &shared));
+                }
+            }
+        });
+        Relay { address, shared }
+    }
+
+    /// Nothing passes from now on; the connections stay open.
+    pub fn freeze(&self) {
+        self.shared.frozen.store(true, Ordering::SeqCst);
+    }
+
+    pub fn thaw(&self) {
+        self.shared.frozen.store(false, Ordering::SeqCst);
+    }
+
+    /// Closes every connection; new ones are taken again.
+    pub fn cut(&self) {
+        for stream in self.shared.streams.lock().unwrap().drain(..) {
+            let _gone: std::io::Result<()> = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.shared.closed.store(true, Ordering::SeqCst);
+        self.cut();
+        let _wake: std::io::Result<TcpStream> = TcpStream::connect(self.address);
+    }
+}
+
+fn pass_on(mut from: TcpStream, mut to: TcpStream, shared: &Shared) {
+    from.set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    let mut buffer = vec![0; 64 * 1024];
+    loop {
+        while shared.frozen.load(Ordering::SeqCst) {
+            if shared.closed.load(Ordering::SeqCst) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                while shared.frozen.load(Ordering::SeqCst) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                if to.write_all(&buffer[..count]).is_err() {
+                    break;
+                }
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(_) => break,
+        }
+    }
+    let _gone: std::io::Result<()> = to.shutdown(Shutdown::Both);
+}
