@@ -24,6 +24,43 @@ fn a_prompt_is_computed_there_and_its_pages_arrive_here() {
 }
 
 #[test]
+fn the_two_nodes_may_live_on_two_shards() {
+    let (address_tx, address_rx) = std::sync::mpsc::channel();
+    let over = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let prefill_over = over.clone();
+    let prefill = std::thread::spawn(move || {
+        on_shard(|shard| async move {
+            let p = Node::start(&shard, "p", Role::Prefill);
+            address_tx.send(p.addr()).expect("the test waits for it");
+            let done = || prefill_over.load(std::sync::atomic::Ordering::SeqCst);
+            until(
+                &shard,
+                Duration::from_secs(30),
+                "the other is through",
+                done,
+            )
+            .await;
+            at_rest(&shard, &[&p], SOON).await;
+            assert_eq!(p.peers.lease_counters().committed, 20);
+            stop(&[&p]);
+        });
+    });
+    let address = address_rx.recv().expect("a node");
+    on_shard(move |shard| async move {
+        let d = Node::start(&shard, "d", Role::Decode);
+        d.peers.dial(address);
+        until(&shard, SOON, "the pair comes up", || d.can_pull_from("p")).await;
+        for round in 0..20 {
+            migrate(&d, "p", &prompt(1 + round * 5)).await;
+        }
+        at_rest(&shard, &[&d], SOON).await;
+        over.store(true, std::sync::atomic::Ordering::SeqCst);
+        stop(&[&d]);
+    });
+    prefill.join().expect("the prefill node");
+}
+
+#[test]
 fn forty_migrations_share_a_data_connection() {
     on_shard(|shard| async move {
         let (d, p) = pair(&shard).await;

@@ -187,12 +187,11 @@ impl PeerHub {
     /// Every session and every address being dialled.
     pub fn peers(&self) -> Vec<PeerView> {
         let pulls = self.0.config.role.pulls();
-        let mut views: Vec<PeerView> = self
-            .0
-            .live_sessions()
-            .iter()
-            .map(|session| session.view(pulls))
-            .collect();
+        let mut views = Vec::new();
+        for session in self.0.live_sessions() {
+            self.0.check_pull_path(&session);
+            views.push(session.view(pulls));
+        }
         for dial in self.0.dials.borrow().values() {
             let reached = views.iter().any(|view| dial.reaches(view));
             if !reached {

@@ -71,6 +71,8 @@ pub(super) struct Session {
     liveness: RefCell<Liveness>,
     end: Cell<Option<End>>,
     finished: Cell<bool>,
+    /// The last word is in the outbox: the writer ends when that is empty.
+    bye_queued: Cell<bool>,
     end_bell: Bell,
     pub pull_path: Cell<PullPath>,
     /// Data connections on which the peer reads from us.
@@ -109,6 +111,7 @@ impl Session {
             liveness: RefCell::new(Liveness::new(inner.config.limits.liveness, now)),
             end: Cell::new(None),
             finished: Cell::new(false),
+            bye_queued: Cell::new(false),
             end_bell: Bell::new(&inner.hub, "peer.session"),
             pull_path: Cell::new(PullPath::None),
             served: RefCell::default(),
@@ -260,6 +263,7 @@ pub(super) async fn run(
     let end = session.end.get();
     if let Some(end) = end.filter(|end| !end.by_peer && !writer_ended) {
         session.queue(&inner, &Frame::Bye { reason: end.reason });
+        session.bye_queued.set(true);
         // Whether it arrives or not, the connection is closed now.
         let _told: Option<()> = within(&inner.shard, BYE_LIMIT, writer.as_mut()).await;
     }
@@ -288,13 +292,7 @@ async fn write_loop(inner: &Inner, session: &Session, stream: &TcpStream) {
                     None => return session.request_end(RefuseReason::TooSlow, false),
                 }
             }
-            Err(_) if session.finished.get() && !session.is_live() => {
-                // Everything is out, the last word too.
-                if session.outbox.borrow().is_empty() {
-                    return;
-                }
-                inner.shard.sleep(Duration::from_millis(1)).await;
-            }
+            Err(_) if session.bye_queued.get() && session.outbox.borrow().is_empty() => return,
             Err(until) => match session.outbox_bell.wait(until).await {
                 Woken::Rung | Woken::Deadline => {}
                 Woken::NoSlot => {
