@@ -86,8 +86,11 @@ pub(super) async fn dial_loop(inner: Rc<Inner>, dial: Rc<Dial>) {
         let known = dial.node_id();
         let reached = !known.is_empty() && inner.session_of(&known).is_some();
         if !reached {
+            let began = inner.hub.now();
             match dial_once(&inner, &dial).await {
-                Ok(()) => pause = first,
+                // A session that ends as soon as it is up must not be dialled in a tight loop.
+                Ok(()) if inner.hub.now().since(began) >= longest => pause = first,
+                Ok(()) => pause = (pause * 2).min(longest),
                 Err(refusal) => {
                     inner.count(|counters| counters.handshakes_failed += 1);
                     inner.events.refused(dial.address, &refusal);
@@ -152,10 +155,12 @@ pub(super) async fn accept_loop(inner: Rc<Inner>, listener: TcpListener) {
     }
 }
 
-/// What an accepted connection turned out to be.
-enum Accepted {
-    Control(TcpStream, FrameStream, SealedChannel, PeerIdentity),
-    Data,
+/// An accepted connection that turned out to be a proven control connection.
+struct Control {
+    stream: TcpStream,
+    frames: FrameStream,
+    channel: SealedChannel,
+    peer: PeerIdentity,
 }
 
 async fn accepted_one(inner: Rc<Inner>, stream: TcpStream, address: SocketAddr) {
@@ -164,10 +169,10 @@ async fn accepted_one(inner: Rc<Inner>, stream: TcpStream, address: SocketAddr) 
     inner.half_open.set(inner.half_open.get() - 1);
     let outcome = outcome.unwrap_or_else(|| Err(too_slow()));
     let registered = match outcome {
-        Ok(Accepted::Data) => return,
-        Ok(Accepted::Control(stream, frames, channel, peer)) => inner
-            .register(channel, peer, false, address)
-            .map(|session| (session, stream, frames)),
+        Ok(None) => return,
+        Ok(Some(control)) => inner
+            .register(control.channel, control.peer, false, address)
+            .map(|session| (session, control.stream, control.frames)),
         Err(refusal) => Err(refusal),
     };
     match registered {
@@ -181,11 +186,12 @@ async fn accepted_one(inner: Rc<Inner>, stream: TcpStream, address: SocketAddr) 
     }
 }
 
+/// Takes a connection in; `None`: it was a data connection, and is where it belongs.
 async fn take_in(
     inner: &Rc<Inner>,
     stream: TcpStream,
     address: SocketAddr,
-) -> Result<Accepted, Refusal> {
+) -> Result<Option<Control>, Refusal> {
     let mut frames = FrameStream::new();
     let first = next_frame(&stream, &mut frames).await?;
     if let Ok(Frame::DataOpen(open)) = open_plain(&first) {
@@ -193,7 +199,7 @@ async fn take_in(
             return Err(violation("bytes after a data connection's first frame"));
         }
         inner.take_data(stream, &open).await?;
-        return Ok(Accepted::Data);
+        return Ok(None);
     }
     let nonce = entropy::bytes().map_err(io_refusal)?;
     let mut handshake = Handshake::accept(inner.config.local(), inner.config.key.clone(), nonce);
@@ -209,7 +215,12 @@ async fn take_in(
     };
     stream.write_all(&send).await.map_err(io_refusal)?;
     let (channel, peer) = shake(inner, &stream, &mut frames, handshake, false, address).await?;
-    Ok(Accepted::Control(stream, frames, channel, peer))
+    Ok(Some(Control {
+        stream,
+        frames,
+        channel,
+        peer,
+    }))
 }
 
 /// Takes a handshake to its end.

@@ -203,7 +203,7 @@ pub struct Attempt {
 
 impl Attempt {
     /// An attempt whose `Prefill` frame is being sent at `now` to the node of incarnation
-    /// `grantor`; it may use `targets` pages of `page_bytes`.
+    /// `grantor`; the prompt fills exactly `targets` pages of `page_bytes`.
     pub fn new(
         now: Nanos,
         id: AttemptId,
@@ -325,11 +325,10 @@ impl Attempt {
                 });
                 self.phase = AttemptPhase::Pulling;
                 self.sign_by = now.after(self.limits.prefill_silence);
-                if pages > self.targets {
-                    return self.fail(
-                        FailReason::Violation("granted more pages than were asked for"),
-                        out,
-                    );
+                if pages != self.targets {
+                    // Fewer would leave pages that nobody wrote; more have no place.
+                    let reason = FailReason::Violation("granted other than the prompt's pages");
+                    return self.fail(reason, out);
                 }
                 out.push(PullEffect::News(PullNews::Granted));
             }
@@ -572,7 +571,8 @@ impl Attempt {
         if self.phase != AttemptPhase::Pulling {
             return; // the watermark has failed it
         }
-        if self.checksums.len() != pages as usize {
+        let all = pages == self.targets && self.checksums.len() == pages as usize;
+        if !all {
             let reason = FailReason::Violation("complete, but not with all pages");
             return self.fail(reason, out);
         }

@@ -136,14 +136,14 @@ impl FailReason {
             FailReason::RequestDeadline | FailReason::Refused(_) | FailReason::Cancelled => {
                 Retry::Fail
             }
-            FailReason::NoPost
-            | FailReason::NoPages { .. }
+            FailReason::NoPages { .. }
             | FailReason::NotBegun(
                 NotBegun::TooLong | NotBegun::NotADecodeNode | NotBegun::OldAttempt,
             ) => Retry::Recompute,
             // The data connection is made anew; the lease was whole.
             FailReason::Read(_) => Retry::SamePair,
             FailReason::StageLimit
+            | FailReason::NoPost
             | FailReason::Busy { .. }
             | FailReason::Draining
             | FailReason::Aborted(_)
