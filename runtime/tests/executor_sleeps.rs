@@ -61,7 +61,7 @@ impl Yielder {
     }
 
     fn wake_by_hand(&self) {
-        self.shard.as_ref().unwrap().remote().ping();
+        self.shard.as_ref().unwrap().remote().ping_hard();
     }
 }
 
@@ -71,7 +71,7 @@ impl Drop for Yielder {
         let shard = self.shard.take().unwrap();
         let start = Instant::now();
         while !shard.is_finished() && start.elapsed() < Duration::from_secs(20) {
-            shard.remote().ping();
+            shard.remote().ping_hard();
             std::thread::sleep(Duration::from_millis(1));
         }
         shard.join().unwrap();

@@ -95,6 +95,20 @@ fn a_connection_is_used_again() {
 }
 
 #[test]
+fn forwarded_framing_headers_do_no_harm() {
+    let served = serve_app(HttpLimits::default());
+    let address = served.address;
+    with_client(ClientLimits::default(), move |client, _| async move {
+        let mut request = post("http://elsewhere:1/echo?x=1", "hello");
+        let headers = request.headers_mut();
+        headers.insert("content-length", "999".parse().unwrap());
+        headers.insert("transfer-encoding", "chunked".parse().unwrap());
+        let mut answer = client.send(address, request, soon()).await.unwrap();
+        assert_eq!(answer.read_all(100, soon()).await.unwrap(), "hello");
+    });
+}
+
+#[test]
 fn large_bodies_come_whole_both_ways() {
     let served = serve_app(HttpLimits::default());
     let address = served.address;

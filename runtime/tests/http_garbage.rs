@@ -86,32 +86,3 @@ fn garbage_hurts_nobody_else() {
     assert_eq!(counts.connections_open, 0);
     assert!(counts.malformed > 20, "{counts:?}");
 }
-
-#[test]
-fn urgent_data_does_not_spin_the_shard() {
-    let served = serve_app(HttpLimits::default());
-    let socket = served.connect();
-    let plain = socket2::SockRef::from(&socket);
-    plain.send_out_of_band(b"!").unwrap();
-    // If the shard span on it, this connection would still be served, but its time would show.
-    let before = cpu_time();
-    std::thread::sleep(Duration::from_millis(500));
-    let used = cpu_time() - before;
-    assert!(used < Duration::from_millis(250), "{used:?} of CPU time");
-    assert_eq!(served.get("/").status, 200);
-}
-
-/// CPU time of the whole process; other tests of this file may run meanwhile, on two cores at
-/// most for a moment, which is why the bound is generous.
-fn cpu_time() -> Duration {
-    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: `usage` is valid and writable for the call, and plain numbers.
-    let usage = unsafe {
-        libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
-        usage.assume_init()
-    };
-    let of = |time: libc::timeval| {
-        Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec as u64)
-    };
-    of(usage.ru_utime) + of(usage.ru_stime)
-}

@@ -1,2 +1,7 @@
 //! The `kvserve` binary.
-fn main() {}
+
+use clap::Parser;
+
+fn main() {
+    std::process::exit(kvserve::run::run(kvserve::cli::Cli::parse()));
+}

@@ -28,16 +28,14 @@ impl Readiness {
         }
     }
 
-    /// Checks a request before anything is reserved for it.
+    /// Checks a request before anything is reserved for it. What [`Readiness::missing`] names
+    /// does not refuse it: a decode node without prefill nodes computes prompts itself.
     ///
     /// # Errors
     /// The [`Refusal`] to answer with.
     pub fn admit(&self, request: &GenerateRequest) -> Result<(), Refusal> {
         if self.draining.load(Relaxed) {
             return Err(Refusal::Draining);
-        }
-        if let Some(missing) = self.missing() {
-            return Err(Refusal::NotReady { missing });
         }
         let tokens = request.prompt.len() + request.max_tokens as usize;
         let tokens_max = self.tokens_max.load(Relaxed);
@@ -128,10 +126,7 @@ mod tests {
     #[test]
     fn each_refusal_has_its_cause() {
         let readiness = Readiness::new(2, 10);
-        assert!(matches!(
-            readiness.admit(&request(1)),
-            Err(Refusal::NotReady { .. })
-        ));
+        assert!(readiness.missing().is_some());
         readiness.set_missing(None);
         assert_eq!(readiness.admit(&request(9)), Ok(()));
         assert_eq!(

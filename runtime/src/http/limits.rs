@@ -21,8 +21,8 @@ pub struct HttpLimits {
     pub keep_alive_idle: Duration,
     /// A client that takes no byte of its answer for this long has left.
     pub write_stall: Duration,
-    /// Open connections; above it a connection is answered with 503. A connection holds some
-    /// 20 KiB of buffers when it is busy: 4,096 are 80 MiB a shard at worst.
+    /// Open connections; above it a connection is answered with 503. A connection holds 64 KiB
+    /// of buffers in each direction at most: 4,096 are 512 MiB a shard, if all are hostile.
     pub connections_max: usize,
     /// After a drain has begun, a connection without a request stays this long, so that a
     /// request already on its way is answered (with `connection: close`) and not reset.

@@ -36,6 +36,9 @@ where
 /// Each lives at most the linger time: 64 are 32 told a second at worst.
 const REFUSALS_MAX: usize = 64;
 
+/// What hyper may hold of a connection in each direction (and what it reads at a time).
+const BUFFER_BYTES_MAX: usize = 64 * 1024;
+
 /// Accepts in a row before other tasks get a turn: 64 x ~10 µs.
 const ACCEPTS_A_TURN: usize = 64;
 
@@ -161,6 +164,7 @@ pub async fn serve_counted(
 fn builder(limits: &HttpLimits) -> hyper::server::conn::http1::Builder {
     let mut builder = hyper::server::conn::http1::Builder::new();
     builder.max_header_size(limits.head_bytes_max());
+    builder.max_buf_size(limits.head_bytes_max().max(BUFFER_BYTES_MAX));
     // hyper's own default is 100 on the stack; another number costs an allocation a request.
     if limits.header_fields_max != 100 {
         builder.max_headers(limits.header_fields_max);
@@ -186,8 +190,7 @@ async fn accept_until_drain(server: &Rc<Server>, listener: &Listener, drain: &Dr
                 Poll::Ready(Ok((socket, peer))) => server.admit(socket, peer),
                 Poll::Ready(Err(error)) => {
                     count(&server.counters.accept_failed);
-                    // A connection that died in the queue is no reason to wait.
-                    if error.kind() != io::ErrorKind::ConnectionAborted {
+                    if !connection_died(&error) {
                         let at = server.shard.now().after(ACCEPT_PAUSE);
                         paused_until = Some(at);
                         if alarm.poll_until(cx, at).is_pending() {
@@ -202,6 +205,15 @@ async fn accept_until_drain(server: &Rc<Server>, listener: &Listener, drain: &Dr
         Poll::Pending
     })
     .await;
+}
+
+/// Whether an accept failed because that one connection died in the queue (or is forbidden by a
+/// firewall): no reason to let the others wait.
+fn connection_died(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ECONNABORTED | libc::ECONNRESET | libc::EINVAL | libc::EPROTO | libc::EPERM)
+    )
 }
 
 /// Connections that the kernel has completed are ours: closing the listener would reset them.

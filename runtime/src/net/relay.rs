@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
-/// Tasks that may wait for one registration at a time. One is usual, two happen when a task
-/// hands a socket on. More are woken for nothing and come again: 64 x 16 B = 1 KiB a direction.
-const WAITERS_MAX: usize = 64;
+/// Waiters that are noted. A socket has one or two; a drain has one a listener of each shard,
+/// a few hundred on the largest machines. More are woken for nothing and come again, so the
+/// list is 1,024 x 16 B = 16 KiB at most.
+const WAITERS_MAX: usize = 1024;
 
 /// Remembers that it was woken, and wakes the tasks that wait.
 #[derive(Default)]

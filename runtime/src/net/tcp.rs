@@ -30,9 +30,6 @@ impl TcpStream {
 
     fn from_socket(socket: socket2::Socket) -> io::Result<Self> {
         socket.set_tcp_nodelay(true)?;
-        // Readiness includes "urgent data". A byte of it that is kept out of line would be
-        // readable for ever and never read: a peer could spin the shard with it.
-        socket.set_out_of_band_inline(true)?;
         Ok(TcpStream {
             socket: Socket::new(socket)?,
         })

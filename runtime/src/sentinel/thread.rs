@@ -216,8 +216,10 @@ fn look_at_shard(
         cpu: shard.pulse().cpu_time(),
     };
     let verdict = watch.tick(config, credit, reading);
-    if verdict.ping {
-        shard.ping();
+    match (verdict.ping, verdict.hard) {
+        (true, true) => shard.ping_hard(),
+        (true, false) => shard.ping(),
+        (false, _) => {}
     }
     Some((verdict.still, verdict.active))
 }

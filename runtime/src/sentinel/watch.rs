@@ -4,7 +4,7 @@ use super::config::SentinelConfig;
 use std::time::Duration;
 
 /// After a shard has stood still this long it is pinged at every [`SLOW_PINGS`]th tick only:
-/// each unanswered ping stays in the shard's wake queue (16 bytes), so a shard that is wedged
+/// each unanswered hard ping stays in the shard's wake queue (16 bytes), so a shard that is wedged
 /// for an hour (aborts switched off) holds some 36,000 of them.
 const STILL_SLOW: Duration = Duration::from_secs(1);
 const SLOW_PINGS: u64 = 20;
@@ -21,6 +21,8 @@ pub(super) struct ShardReading {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ShardVerdict {
     pub ping: bool,
+    /// The ping before was not answered: ping by all means.
+    pub hard: bool,
     /// Whether the next look should come soon.
     pub active: bool,
     /// For how long it has stood still.
@@ -76,6 +78,7 @@ impl ShardWatch {
         }
         ShardVerdict {
             ping,
+            hard: ping && !self.still.is_zero(),
             active: ping || turned || self.quiet_answers < QUIET_ANSWERS,
             still: self.still,
         }
@@ -210,6 +213,7 @@ mod tests {
         for ticks in 0..10u32 {
             let verdict = sim.look();
             assert!(verdict.ping && verdict.active);
+            assert_eq!(verdict.hard, ticks > 0);
             assert_eq!(verdict.still, TICK * ticks);
         }
         sim.turn();

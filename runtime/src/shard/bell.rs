@@ -2,22 +2,35 @@
 //!
 //! A [`Seat`] is a place on a shard where one task at a time waits. Its [`Notice`] is the half
 //! that other threads hold. `ring` pushes the notice on the doorbell's lock-free stack (once,
-//! however often it is rung) and wakes the doorbell task, which marks the seats as rung and
-//! wakes whoever waits there, all on the shard's own thread.
+//! however often it is rung) and signals the doorbell's eventfd (once until the shard has
+//! looked). The doorbell task waits for that descriptor like for any other I/O, marks the seats
+//! as rung and wakes whoever waits there, all on the shard's own thread.
+//!
+//! Why not the executor's own cross-thread wakes: they queue a waker, then write to an eventfd
+//! that preempts. If the executor takes the waker before that write lands, the write is taken
+//! for the end of its time slice before anything ran, "nothing ran" for "nothing to run", and
+//! it parks with the woken task runnable (seen within seconds at 10^6 wakes). A descriptor that
+//! is polled like a socket does not preempt. Only [`Doorbell::wake_hard`] goes the other way,
+//! for a shard that does not answer its doorbell: its doorbell task may be the one that is
+//! runnable and not run.
 //!
 //! Invariant (no lost wake): a ringer first publishes what it has to say, then swaps `queued`
 //! to true; the doorbell task swaps `queued` back to false *before* it marks the seat as rung,
 //! and the waiter looks for news *after* it has seen the mark. Whichever swap comes second
-//! sees the other, so news is either seen by this look or rings again.
+//! sees the other, so news is either seen by this look or rings again. The same holds between
+//! the stack and `rung`: pushed first, then swapped; swapped back first, then taken.
 
+use super::event_fd::EventFd;
 use super::face::Shard;
-use super::pulse::ShardPulse;
 use std::cell::RefCell;
 use std::future::poll_fn;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 /// The half of a seat that any thread may hold and ring.
 #[derive(Debug)]
@@ -45,34 +58,29 @@ impl Notice {
 }
 
 /// A shard's door for other threads.
+#[derive(Debug)]
 pub(crate) struct Doorbell {
     head: AtomicPtr<Notice>,
-    /// The doorbell task has been woken and has not looked yet.
+    /// The descriptor has been signalled and the doorbell task has not looked yet.
     rung: AtomicBool,
     /// The shard is gone: nothing is pushed any more.
     closed: AtomicBool,
-    /// The doorbell task's waker: the only waker of an executor task that other threads see.
-    /// It is cloned once and woken by reference.
-    waker: OnceLock<Waker>,
-}
-
-impl std::fmt::Debug for Doorbell {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Doorbell")
-            .field("rung", &self.rung)
-            .field("closed", &self.closed)
-            .finish_non_exhaustive()
-    }
+    event: EventFd,
+    /// The hard-wake task's waker: the only waker of an executor task that other threads see.
+    /// It is cloned once and woken by reference, so nothing of a task's reference count is
+    /// left to them.
+    hard: OnceLock<Waker>,
 }
 
 impl Doorbell {
-    pub(crate) fn new() -> Self {
-        Doorbell {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Doorbell {
             head: AtomicPtr::new(ptr::null_mut()),
             rung: AtomicBool::new(false),
             closed: AtomicBool::new(false),
-            waker: OnceLock::new(),
-        }
+            event: EventFd::new()?,
+            hard: OnceLock::new(),
+        })
     }
 
     fn push(&self, notice: Arc<Notice>) {
@@ -97,16 +105,22 @@ impl Doorbell {
             return;
         }
         if !self.rung.swap(true, Ordering::AcqRel) {
-            self.wake_always();
+            self.event.signal();
         }
     }
 
-    /// Wakes the doorbell task whether or not it has been woken before.
-    pub(crate) fn wake_always(&self) {
+    /// Makes the doorbell task look, whether or not it was rung before.
+    pub(crate) fn wake(&self) {
+        self.event.signal();
+    }
+
+    /// Makes the executor turn by its own cross-thread wake (see the module's text). Each call
+    /// that is not answered leaves an entry in its wake queue.
+    pub(crate) fn wake_hard(&self) {
         if self.closed.load(Ordering::Relaxed) {
             return;
         }
-        if let Some(waker) = self.waker.get() {
+        if let Some(waker) = self.hard.get() {
             waker.wake_by_ref();
         }
     }
@@ -204,22 +218,52 @@ impl Desk {
     }
 }
 
+/// The doorbell's descriptor, kept open as long as the executor may watch it.
+struct Door(Arc<Doorbell>);
+
+impl AsRawFd for Door {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.event.as_raw_fd()
+    }
+}
+
+/// After an executor that could not watch the doorbell (its ring is full).
+const WATCH_AGAIN: Duration = Duration::from_millis(1);
+
 /// The doorbell task of a shard: counts a turn for each wake and delivers what was rung.
 pub(crate) async fn answer_the_door(shard: Shard) {
-    let bell = shard.remote().bell.clone();
+    let bell = &shard.remote().bell;
+    loop {
+        let watched = match glommio::io::PollableFd::new(Door(bell.clone())) {
+            Ok(door) => door.readable().await.is_ok(),
+            Err(_) => false,
+        };
+        if !watched {
+            shard.sleep(WATCH_AGAIN).await;
+        }
+        bell.event.drain();
+        look_at_the_door(&shard);
+    }
+}
+
+/// The task that [`Doorbell::wake_hard`] wakes.
+pub(crate) async fn answer_hard_wakes(shard: Shard) {
     poll_fn(|cx| {
         // The task's waker never changes, so the first one is the one.
-        bell.waker.get_or_init(|| cx.waker().clone());
-        fence(Ordering::SeqCst);
-        let pulse: &ShardPulse = shard.pulse();
-        pulse.turn();
-        bell.rung.swap(false, Ordering::AcqRel);
-        for notice in bell.take() {
-            deliver(shard.desk(), &notice);
-        }
+        shard.remote().bell.hard.get_or_init(|| cx.waker().clone());
+        look_at_the_door(&shard);
         Poll::<()>::Pending
     })
     .await
+}
+
+fn look_at_the_door(shard: &Shard) {
+    let bell = &shard.remote().bell;
+    shard.pulse().turn();
+    bell.rung.swap(false, Ordering::AcqRel);
+    for notice in bell.take() {
+        deliver(shard.desk(), &notice);
+    }
 }
 
 fn deliver(desk: &Desk, notice: &Notice) {

@@ -30,7 +30,6 @@ struct ShardInner {
     desk: Desk,
     timers: Timers,
     trace: Arc<TraceRing>,
-    io_gate: super::EventFd,
 }
 
 /// A task of this shard; dropping it cancels the task.
@@ -74,19 +73,16 @@ impl std::fmt::Display for DeadlinePassed {
 impl std::error::Error for DeadlinePassed {}
 
 impl Shard {
-    pub(crate) fn new(remote: ShardRemote, index: usize) -> std::io::Result<Self> {
-        let io_gate = super::EventFd::new()?;
-        io_gate.signal();
-        Ok(Shard {
+    pub(crate) fn new(remote: ShardRemote, index: usize) -> Self {
+        Shard {
             inner: Rc::new(ShardInner {
                 trace: Arc::new(TraceRing::new(remote.name(), TraceRing::EVENTS_DEFAULT)),
                 remote,
                 index,
                 desk: Desk::default(),
                 timers: Timers::default(),
-                io_gate,
             }),
-        })
+        }
     }
 
     /// The shard that the calling thread runs, if it runs one.
@@ -176,8 +172,8 @@ impl Shard {
         .await
     }
 
-    /// Lets the shard's other runnable tasks run once. It does not look for I/O: see
-    /// [`Shard::io_turn`].
+    /// Lets the shard's other runnable tasks run once. I/O is looked at when they
+    /// all wait, or when the executor preempts (after 1 ms at the latest).
     pub async fn yield_now(&self) {
         glommio::executor().yield_now().await;
     }
@@ -186,18 +182,6 @@ impl Shard {
     /// loops over work that is seldom long.
     pub async fn yield_if_needed(&self) {
         glommio::yield_if_needed().await;
-    }
-
-    /// Lets other tasks run, then the executor look for I/O, timers and rings, and comes back
-    /// without sleeping. A loop that only yields keeps I/O waiting for the 1 ms preempt timer;
-    /// a poll loop that spins calls this every so often. Costs a few microseconds.
-    pub async fn io_turn(&self) {
-        // Readable from the start and never drained: the wait ends at the next look for I/O.
-        let gate = std::os::fd::AsRawFd::as_raw_fd(&self.inner.io_gate);
-        // A failure to poll (ring full) is a turn without I/O; the caller comes again.
-        if let Ok(gate) = glommio::io::PollableFd::new(gate) {
-            drop(gate.readable().await);
-        }
     }
 }
 

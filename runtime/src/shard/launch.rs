@@ -1,6 +1,6 @@
 //! Launching shards: threads, placement, executors, and the two tasks each shard has.
 
-use super::bell::answer_the_door;
+use super::bell::{answer_hard_wakes, answer_the_door};
 use super::face::{Shard, guarded};
 use super::guard::abort_on_unwind;
 use super::pulse::ShardRemote;
@@ -124,7 +124,7 @@ impl<T: Send + 'static> Starting<T> {
     {
         let (ready_tx, ready) = mpsc::channel();
         let (go, go_rx) = mpsc::channel();
-        let remote = ShardRemote::new(&config.name);
+        let remote = ShardRemote::new(&config.name)?;
         let name = config.name.clone();
         let own = remote.clone();
         let thread = std::thread::Builder::new()
@@ -178,14 +178,10 @@ where
     F: Future<Output = T> + 'static,
     T: 'static,
 {
-    let made = make_executor(&config).and_then(|executor| {
-        let shard = Shard::new(remote.clone(), index)?;
-        Ok((executor, shard))
-    });
-    let (executor, shard) = match made {
-        Ok(made) => {
+    let executor = match make_executor(&config) {
+        Ok(executor) => {
             let _launcher_gone = ready.send(Ok(()));
-            made
+            executor
         }
         Err(error) => {
             let _launcher_gone = ready.send(Err(error));
@@ -193,6 +189,7 @@ where
         }
     };
     go.recv().ok()?;
+    let shard = Shard::new(remote.clone(), index);
     remote.pulse.adopt_this_thread();
     Shard::set_current(Some(shard.clone()));
     let value = abort_on_unwind(&config.name, || {
@@ -209,19 +206,9 @@ where
     Some(value)
 }
 
-/// The doorbell task has a queue of its own, of the 1 ms class (never below, see the module
-/// page of `shard`): rings then interrupt a busy queue at once instead of within 1 ms, and the
-/// doorbell's turn comes first.
 fn start_own_tasks(shard: &Shard) {
-    let queue = glommio::executor().create_task_queue(
-        glommio::Shares::default(),
-        glommio::Latency::Matters(PREEMPT_TIMER),
-        "doorbell",
-    );
-    match glommio::spawn_local_into(answer_the_door(shard.clone()), queue) {
-        Ok(task) => drop(task.detach()),
-        Err(error) => panic!("a task queue that was just made is gone: {error}"),
-    }
+    shard.spawn(answer_the_door(shard.clone())).detach();
+    shard.spawn(answer_hard_wakes(shard.clone())).detach();
     shard.spawn(keep_time(shard.clone())).detach();
 }
 

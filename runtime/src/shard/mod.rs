@@ -3,12 +3,12 @@
 //! ```text
 //!   plain thread / other shard                    this shard (one thread)
 //!   ─────────────────────────────                 ─────────────────────────────────────
-//!   Notice::ring ──► Doorbell (lock-free stack) ─► doorbell task ─► Seat ─► the waiting task
+//!   Notice::ring ──► Doorbell (stack + eventfd) ─► doorbell task ─► Seat ─► the waiting task
 //!   Sentinel ──────► ShardRemote::ping ──────────► doorbell task ─► ShardPulse::turn
 //! ```
 //!
 //! **No waker of an executor task ever lives on another thread**, with one exception: the
-//! doorbell task's own, stored once and woken by reference. Waits register their waker in a
+//! sentinel's last resort, stored once and woken by reference. Waits register their waker in a
 //! shard-local [`Seat`]; other threads only push the seat's [`Notice`]. So task reference
 //! counts are touched by one thread only, and a wake that races with the end of its task
 //! cannot touch freed memory.

@@ -82,12 +82,12 @@ pub struct ShardRemote {
 }
 
 impl ShardRemote {
-    pub(crate) fn new(name: &str) -> Self {
-        ShardRemote {
+    pub(crate) fn new(name: &str) -> std::io::Result<Self> {
+        Ok(ShardRemote {
             name: name.into(),
             pulse: Arc::new(ShardPulse::new()),
-            bell: Arc::new(Doorbell::new()),
-        }
+            bell: Arc::new(Doorbell::new()?),
+        })
     }
 
     /// The shard's name.
@@ -100,10 +100,17 @@ impl ShardRemote {
         &self.pulse
     }
 
-    /// Makes the shard's executor turn, also when it sleeps, also when it sleeps with runnable
-    /// tasks. A healthy shard answers with [`ShardPulse::turn`]. Each ping of a shard that does
-    /// not answer leaves an entry of 16 bytes in its wake queue: the caller bounds their rate.
+    /// Makes the shard's executor turn, also when it sleeps. A healthy shard answers with
+    /// [`ShardPulse::turn`].
     pub fn ping(&self) {
-        self.bell.wake_always();
+        self.bell.wake();
+    }
+
+    /// As [`ShardRemote::ping`], for a shard that did not answer one: this also reaches an
+    /// executor that sleeps with the task that should have answered. Each call that is not
+    /// answered leaves an entry of 16 bytes in its wake queue: the caller bounds their rate.
+    pub fn ping_hard(&self) {
+        self.bell.wake();
+        self.bell.wake_hard();
     }
 }

@@ -3,9 +3,9 @@
 //! Invariants: pieces put together are the whole text; never half a character; never a byte
 //! of a stop string; after a finish nothing follows.
 
-use super::stop::StopStrings;
 use super::text::Detokenizer;
 use crate::engine::{FinishReason, TokenEvent};
+use kvserve_model::StopMatcher;
 
 /// What one event of the engine adds to a choice.
 #[derive(Debug, Default, PartialEq)]
@@ -24,17 +24,17 @@ pub struct Piece {
 pub struct Assembler {
     /// `None`: a model without a tokenizer; text stays empty.
     detokenizer: Option<Box<dyn Detokenizer>>,
-    stops: StopStrings,
+    stops: StopMatcher,
     chars: usize,
     finished: bool,
 }
 
 impl Assembler {
     /// For one new text.
-    pub fn new(detokenizer: Option<Box<dyn Detokenizer>>, stops: Vec<String>) -> Self {
+    pub fn new(detokenizer: Option<Box<dyn Detokenizer>>, stops: StopMatcher) -> Self {
         Assembler {
             detokenizer,
-            stops: StopStrings::new(stops),
+            stops,
             chars: 0,
             finished: false,
         }
@@ -46,19 +46,19 @@ impl Assembler {
         if self.finished {
             return Piece::default();
         }
-        let text = match &mut self.detokenizer {
-            Some(detokenizer) => detokenizer.push(token.token),
-            None => String::new(),
-        };
+        let mut decoded = String::new();
+        if let Some(detokenizer) = &mut self.detokenizer {
+            detokenizer.push(token.token, &mut decoded);
+        }
         let offset_chars = self.chars;
-        self.chars += text.chars().count();
-        let matched = self.stops.push(&text);
-        self.finished = matched.stopped;
+        self.chars += decoded.chars().count();
+        let mut text = String::new();
+        self.finished = self.stops.push(&decoded, &mut text).is_some();
         Piece {
-            text: matched.text,
+            text,
             token: Some(token),
             offset_chars,
-            finish: matched.stopped.then_some(FinishReason::Stop),
+            finish: self.finished.then_some(FinishReason::Stop),
         }
     }
 
@@ -68,27 +68,17 @@ impl Assembler {
             return Piece::default();
         }
         self.finished = true;
-        let rest = match &mut self.detokenizer {
-            Some(detokenizer) => detokenizer.finish(),
-            None => String::new(),
-        };
-        let matched = self.stops.push(&rest);
-        if matched.stopped {
-            return Piece {
-                text: matched.text,
-                finish: Some(FinishReason::Stop),
-                ..Piece::default()
-            };
+        let mut rest = String::new();
+        if let Some(detokenizer) = &mut self.detokenizer {
+            detokenizer.finish(&mut rest);
         }
+        let mut text = String::new();
+        let stopped = self.stops.push(&rest, &mut text).is_some();
+        self.stops.finish(&mut text);
         Piece {
-            text: matched.text + &self.stops.finish(),
-            finish: Some(reason),
+            text,
+            finish: Some(if stopped { FinishReason::Stop } else { reason }),
             ..Piece::default()
         }
-    }
-
-    /// Whether the choice has ended.
-    pub fn is_finished(&self) -> bool {
-        self.finished
     }
 }

@@ -155,39 +155,6 @@ impl ApiError {
         )
     }
 
-    /// 413 with the limit.
-    pub fn body_too_large(bytes_max: usize) -> Self {
-        ApiError::new(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            INVALID_REQUEST,
-            "body_too_large",
-            format!("the request body is longer than the limit of {bytes_max} bytes"),
-        )
-    }
-
-    /// 408 with the limit.
-    pub fn body_too_slow(limit: Duration) -> Self {
-        ApiError::new(
-            StatusCode::REQUEST_TIMEOUT,
-            INVALID_REQUEST,
-            "body_timeout",
-            format!(
-                "the request body did not arrive whole within {} ms",
-                limit.as_millis()
-            ),
-        )
-    }
-
-    /// 400 for a connection that broke off or sent malformed HTTP inside the body.
-    pub fn body_broken() -> Self {
-        ApiError::new(
-            StatusCode::BAD_REQUEST,
-            INVALID_REQUEST,
-            "body_incomplete",
-            "the request body ended before its announced length or was not valid HTTP",
-        )
-    }
-
     /// 503 because the helpers that read requests are all busy.
     pub fn side_pool_full(queued_max: usize) -> Self {
         ApiError::new(

@@ -19,6 +19,7 @@ use super::tokenize::{detokenize, tokenize};
 use crate::engine::{Engine, GenerateRequest, SamplingParams};
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
+use kvserve_model::StopMatcher;
 use kvserve_runtime::{Deadline, Nanos};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -87,13 +88,6 @@ impl Api {
             Some(label) => with_label(answer, label),
             None => answer,
         }
-    }
-
-    /// Answers for a request whose body could not be read.
-    pub fn body_failed(&self, route: Option<&Route>, error: ApiError) -> Answer {
-        let endpoint = route.map_or(Endpoint::Unknown, Route::endpoint);
-        self.metrics.answered(endpoint, error.status);
-        error.into()
     }
 
     async fn answer(&self, route: Route, call: &Call, arrived: Nanos) -> Result<Answer, ApiError> {
@@ -215,6 +209,9 @@ impl Api {
         if !params.ignore_eos {
             stop_token_ids.extend_from_slice(&self.model.eos_ids);
         }
+        // Checked field by field before; the matcher has the same bounds.
+        let stops = StopMatcher::new(&params.stop, false)
+            .map_err(|error| ApiError::invalid("invalid_value", "stop", error.to_string()))?;
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u64).sum();
         let mut streams = Vec::with_capacity(prompts.len());
         let mut choices = Vec::with_capacity(prompts.len());
@@ -225,7 +222,7 @@ impl Api {
                         .text
                         .clone()
                         .map(|text| text.detokenizer(params.skip_special_tokens)),
-                    params.stop.clone(),
+                    stops.clone(),
                 ),
                 prompt_ids: params.return_token_ids.then(|| prompt.ids.clone()),
             });

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! bytes -> json -> fields/params/unsupported -> prepare   (pure; on a side thread)
-//!       -> handler -> engine -> generation -> run -> assemble/stop -> shape -> bytes
+//!       -> handler -> engine -> generation -> run -> assemble -> shape -> bytes
 //! ```
 //!
 //! Owns: what a request may hold, what an answer looks like, which error each failure is.
@@ -19,9 +19,11 @@ pub mod error;
 pub mod fields;
 pub mod generation;
 pub mod handler;
+pub mod http;
 pub mod ids;
 pub mod json;
 pub mod metrics;
+pub mod model_text;
 pub mod offload;
 pub mod pages;
 pub mod params;
@@ -29,7 +31,6 @@ pub mod prepare;
 pub mod route;
 pub mod run;
 pub mod shape;
-pub mod stop;
 pub mod text;
 pub mod tokenize;
 pub mod unsupported;
@@ -38,7 +39,9 @@ pub use call::{Answer, AnswerBody, Call, EventSource};
 pub use clock::{Clock, LocalFuture};
 pub use error::ApiError;
 pub use handler::{Api, ApiConfig, BODY_BYTES_MAX, REQUEST_ID_HEADER, TIMEOUT_HEADER};
+pub use http::{Service, http_handler};
 pub use metrics::ApiMetrics;
+pub use model_text::ModelText;
 pub use offload::{Inline, Job, Offload, OffloadError};
 pub use pages::{AdminPages, Page};
 pub use text::{ChatMessage, Detokenizer, SamplingDefaults, ServedModel, TextError, TextModel};

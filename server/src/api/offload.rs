@@ -3,6 +3,7 @@
 use super::clock::LocalFuture;
 use super::error::ApiError;
 use kvserve_runtime::Deadline;
+use kvserve_runtime::side_pool::{SidePool, SidePoolError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ pub enum OffloadError {
     },
     /// The deadline passed before the job had ended.
     Deadline,
-    /// The thread that had the job is gone.
+    /// The job panicked, or the pool is gone.
     Lost,
 }
 
@@ -31,6 +32,20 @@ pub enum OffloadError {
 pub trait Offload {
     /// Runs `job` on a side thread; ends when it has ended, or at the deadline.
     fn run(&self, deadline: Deadline, job: Job) -> LocalFuture<'_, Result<(), OffloadError>>;
+}
+
+impl Offload for SidePool {
+    fn run(&self, deadline: Deadline, job: Job) -> LocalFuture<'_, Result<(), OffloadError>> {
+        Box::pin(async move {
+            SidePool::run(self, deadline, job)
+                .await
+                .map_err(|error| match error {
+                    SidePoolError::Full { max, .. } => OffloadError::Full { queued_max: max },
+                    SidePoolError::Deadline => OffloadError::Deadline,
+                    SidePoolError::Panicked { .. } | SidePoolError::Closed => OffloadError::Lost,
+                })
+        })
+    }
 }
 
 /// Runs every job at once on the caller's thread: for tests and tools, not for a server.

@@ -4,14 +4,11 @@ use super::error::ApiError;
 use super::fields::{Fields, Tolerated, token_ids, wrong_type};
 use super::text::ServedModel;
 use super::unsupported;
+use kvserve_model::stop::{STOP_BYTES_MAX, STOPS_MAX};
 use serde_json::Value;
 
 /// Most log-probabilities a token may be asked for (as OpenAI).
 pub const LOGPROBS_MAX: u32 = 20;
-/// Most stop strings of a request. OpenAI has 4; each costs one search a token.
-pub const STOPS_MAX: usize = 16;
-/// Longest stop string in bytes: 16 of them held back cost at most 16 KiB a stream.
-pub const STOP_BYTES_MAX: usize = 1024;
 /// Most stop token ids of a request; each costs one comparison a token.
 pub const STOP_IDS_MAX: usize = 128;
 /// Largest number of tokens that may be asked for; what exceeds the context is cut to it.

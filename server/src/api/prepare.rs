@@ -12,9 +12,6 @@ use serde_json::{Map, Value};
 pub const PROMPTS_MAX: usize = 128;
 /// `max_tokens` of completions that give none (OpenAI's).
 pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
-/// No tokenizer of a served model has longer tokens than this many bytes, so a text this many
-/// times the context is surely too long and needs no tokenising to be refused.
-const TOKEN_BYTES_MAX: usize = 256;
 
 /// One generation that a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -177,7 +174,7 @@ pub(super) fn encode(
 ) -> Result<Vec<u32>, ApiError> {
     let tokenizer = tokenizer(param, model)?;
     let context = model.context_tokens as usize;
-    let tokens_min = text.len() / TOKEN_BYTES_MAX;
+    let tokens_min = text.len() / model.token_bytes_max.max(1);
     if tokens_min >= context {
         return Err(too_long(param, tokens_min, "at least ", context));
     }

@@ -49,10 +49,10 @@ pub trait TextModel: Send + Sync {
 
 /// Makes text out of ids, one at a time, never half a character.
 pub trait Detokenizer {
-    /// Takes an id; gives the text that is complete now (often empty).
-    fn push(&mut self, id: u32) -> String;
-    /// The end: what was held back for a character that never completed.
-    fn finish(&mut self) -> String;
+    /// Takes an id; appends the text that is complete now (often none).
+    fn push(&mut self, id: u32, out: &mut String);
+    /// The end: appends what was held back for a character that never completed.
+    fn finish(&mut self, out: &mut String);
 }
 
 /// The model behind an API, shared by all shards.
@@ -65,6 +65,9 @@ pub struct ServedModel {
     pub context_tokens: u32,
     /// Ids are below this.
     pub vocabulary: u32,
+    /// No token stands for more bytes of text than this: a text that is longer than the
+    /// context even so needs no tokenising to be refused.
+    pub token_bytes_max: usize,
     /// Ids that end a text unless `ignore_eos`.
     pub eos_ids: Vec<u32>,
     /// The id that an empty prompt becomes, where the model has one.

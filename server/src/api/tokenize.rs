@@ -104,9 +104,9 @@ pub fn detokenize(body: &[u8], model: &ServedModel) -> Result<Vec<u8>, ApiError>
     let mut detokenizer = Arc::clone(text_model).detokenizer(skip_special);
     let mut text = String::new();
     for id in ids {
-        text += &detokenizer.push(id);
+        detokenizer.push(id, &mut text);
     }
-    text += &detokenizer.finish();
+    detokenizer.finish(&mut text);
     let mut out = Vec::with_capacity(32 + 2 * text.len());
     out.extend_from_slice(b"{\"prompt\":");
     put(&mut out, &text);

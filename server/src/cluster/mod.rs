@@ -8,6 +8,7 @@
 //! The proxy holds no state that safety needs (PROTOCOL R7): after a restart nodes report again
 //! by themselves. Only a peer that authenticated as a proxy is believed about addresses.
 
+pub mod agent;
 mod codec;
 mod registry;
 

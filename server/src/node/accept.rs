@@ -5,7 +5,7 @@ use super::request::RequestOut;
 use super::{decode, local};
 use crate::engine::{CancelFlag, EngineCommand, FinishReason, ServeError};
 use futures_lite::future;
-use kvserve_kv::peer::Role;
+use kvserve_kv::session::Role;
 use kvserve_runtime::bridge;
 use kvserve_runtime::shard::Task;
 use std::cell::Cell;
@@ -24,7 +24,7 @@ struct Live {
 }
 
 /// Takes requests from all shards until the bridge closes at shutdown.
-pub async fn accept(node: Rc<NodeContext>, commands: bridge::Receiver<EngineCommand>) {
+pub async fn accept(node: Rc<NodeContext>, mut commands: bridge::Receiver<EngineCommand>) {
     let mut live: Vec<Live> = Vec::new();
     enum Heard {
         Command(Option<EngineCommand>),
@@ -69,7 +69,7 @@ fn start(node: &Rc<NodeContext>, command: EngineCommand) -> Live {
     node.metrics
         .prompt_tokens
         .fetch_add(command.request.prompt.len() as u64, Relaxed);
-    let (out, cancelled) = RequestOut::new(command);
+    let (out, cancelled) = RequestOut::new(node.next_request_id(), command);
     let done = Rc::new(Cell::new(false));
     let context = node.clone();
     let flag = done.clone();

@@ -1,7 +1,8 @@
 //! First come, first served admission of requests on a decode node: a place among the running
 //! and pages for the prompt, both at once (PROTOCOL C3).
 
-use kvserve_kv::{AllocateAs, LedgerCell, PageId};
+use kvserve_kv::PageId;
+use kvserve_kv::ledger::{AllocateAs, LedgerCell};
 use kvserve_runtime::Shard;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

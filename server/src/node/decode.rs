@@ -21,7 +21,8 @@ use crate::engine::{
 use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
 use kvserve_kv::PageId;
-use kvserve_kv::peer::{Migration, MigrationError, MigrationEvent, PrefillAsk};
+use kvserve_kv::peer::{Migration, MigrationEvent, PrefillAsk};
+use kvserve_kv::pull::{FailReason, MigrationError, Retry};
 use kvserve_model::Sampled;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -43,7 +44,50 @@ enum Attempt {
     /// Migrated and proven; decode goes on with this sequence.
     Decoding(Sequence),
     /// Nothing of it remains but what the client was told.
-    Failed(MigrationError),
+    Failed(AttemptFailure),
+}
+
+/// Why an attempt failed, and what may come next.
+struct AttemptFailure {
+    label: &'static str,
+    message: String,
+    retry: Retry,
+    /// The peer was only busy: wait this long, the attempt does not count.
+    pause: Option<Duration>,
+}
+
+impl AttemptFailure {
+    fn protocol(message: impl Into<String>) -> Self {
+        AttemptFailure {
+            label: "protocol",
+            message: message.into(),
+            retry: Retry::OtherPair,
+            pause: None,
+        }
+    }
+
+    fn no_room(message: String) -> Self {
+        AttemptFailure {
+            label: "no_room",
+            message,
+            retry: Retry::Recompute,
+            pause: None,
+        }
+    }
+}
+
+impl From<MigrationError> for AttemptFailure {
+    fn from(error: MigrationError) -> Self {
+        AttemptFailure {
+            label: error.reason.label(),
+            pause: match error.reason {
+                FailReason::Busy { retry_ms } => Some(Duration::from_millis(retry_ms.into())),
+                _ => None,
+            },
+            retry: error.retry,
+            message: error.message,
+        }
+    }
 }
 
 /// Runs a request to its end. Dropping the future cancels it at any stage.
@@ -54,33 +98,42 @@ pub(super) async fn drive(
     let _place = enter(node, out).await?;
     let mut tried: Vec<String> = Vec::new();
     let mut busy_rounds = 0;
-    let mut attempt = 0;
-    while attempt < PEER_ATTEMPTS_MAX {
+    let mut attempts = 0;
+    while attempts < PEER_ATTEMPTS_MAX && busy_rounds < BUSY_ROUNDS_MAX {
         out.stage.set(Stage::Pair);
         let Some(peer) = node.choose_prefill(&tried) else {
             break;
         };
-        attempt += 1;
         node.metrics.migrations_started.fetch_add(1, Relaxed);
-        let number = attempt + busy_rounds;
-        match attempt_on(node, out, &peer, number).await? {
+        let number = attempts + busy_rounds + 1;
+        let failure = match attempt_on(node, out, &peer, number).await? {
             Attempt::Finished(reason) => return Ok(reason),
             Attempt::Decoding(sequence) => return follow(out, sequence).await,
-            Attempt::Failed(error) => {
-                node.metrics.migrations_failed.fetch_add(1, Relaxed);
-                node.log.attempt_failed(&out.request.label, &peer, number, &error);
-                if let Some(pause) = error.retry_after {
-                    // Busy is not a failure of the peer: it does not use an attempt up.
-                    attempt -= 1;
-                    busy_rounds += 1;
-                    if busy_rounds >= BUSY_ROUNDS_MAX {
-                        break;
-                    }
-                    node.shard.sleep(pause.min(BUSY_PAUSE_MAX)).await;
-                } else {
-                    tried.push(peer);
-                }
+            Attempt::Failed(failure) => failure,
+        };
+        node.metrics.migrations_failed.fetch_add(1, Relaxed);
+        node.log.info(
+            "attempt failed",
+            &[
+                ("request", &out.request.label),
+                ("peer", &peer),
+                ("attempt", &number),
+                ("reason", &failure.label),
+                ("message", &failure.message),
+            ],
+        );
+        match (failure.pause, failure.retry) {
+            (Some(pause), _) => {
+                busy_rounds += 1;
+                node.shard.sleep(pause.min(BUSY_PAUSE_MAX)).await;
             }
+            (None, Retry::SamePair) => attempts += 1,
+            (None, Retry::OtherPair) => {
+                attempts += 1;
+                tried.push(peer);
+            }
+            // What a peer cannot do this node may: it has its own pool and its own limits.
+            (None, Retry::Recompute | Retry::Fail) => break,
         }
     }
     node.metrics.recomputes.fetch_add(1, Relaxed);
@@ -105,28 +158,39 @@ async fn attempt_on(
     peer: &str,
     attempt: u32,
 ) -> Result<Attempt, ServeError> {
+    let Some(peers) = node.peers.get() else {
+        return Ok(Attempt::Failed(AttemptFailure::no_room(
+            "this node has no peers".into(),
+        )));
+    };
     let prompt = out.tokens();
     let computed = prompt.len();
-    let Some(into) = admission::reserve(&node.ledger, node.limits.pages_for(computed)) else {
-        return Ok(Attempt::Failed(MigrationError::no_pages(
-            node.limits.pages_for(computed),
-            node.ledger.with(|ledger| ledger.free_pages()),
-        )));
+    let wanted = node.limits.pages_for(computed);
+    let Some(into) = admission::reserve(&node.ledger, wanted) else {
+        let free = node.ledger.with(|ledger| ledger.free_pages());
+        return Ok(Attempt::Failed(AttemptFailure::no_room(format!(
+            "the prompt needs {wanted} pages here and {free} are free"
+        ))));
     };
     let pages = into.clone();
     let ask = PrefillAsk {
-        request: node.peers.next_request_id(),
+        request: out.id,
         attempt,
         prompt,
         payload: payload::encode_sampling(&out.request.sampling),
         into,
         deadline: out.request.deadline,
     };
-    let migration = match node.peers.prefill(peer, ask) {
+    let migration = match peers.prefill(peer, ask) {
         Ok(migration) => migration,
         Err(error) => {
             node.ledger.with(|ledger| ledger.free(&error.into));
-            return Ok(Attempt::Failed(error.error));
+            return Ok(Attempt::Failed(AttemptFailure {
+                label: "not_asked",
+                message: format!("{peer} could not be asked: {:?}", error.reason),
+                retry: Retry::OtherPair,
+                pause: None,
+            }));
         }
     };
     Running {
@@ -183,7 +247,7 @@ impl Running<'_> {
                     return Ok(self.release_withheld(&pages));
                 }
                 Heard::Migration(MigrationEvent::Failed(error)) => {
-                    return Ok(Attempt::Failed(error));
+                    return Ok(Attempt::Failed(error.into()));
                 }
                 Heard::Sequence(SequenceEvent::Computed(_)) => {}
                 Heard::Sequence(SequenceEvent::Token(sampled, finish)) => {
@@ -214,7 +278,7 @@ impl Running<'_> {
         let sampled = match payload::decode_token(bytes, self.node.core.vocab_size()) {
             Ok(sampled) => sampled,
             Err(error) => {
-                return Some(Attempt::Failed(MigrationError::protocol(error.to_string())));
+                return Some(Attempt::Failed(AttemptFailure::protocol(error.to_string())));
             }
         };
         self.out.stage.set(Stage::Pull);
@@ -222,11 +286,11 @@ impl Running<'_> {
     }
 
     /// All bytes are in and checked: decode steps start while COMMIT is under way.
-    fn start_decoding(&mut self) -> Result<(), MigrationError> {
+    fn start_decoding(&mut self) -> Result<(), AttemptFailure> {
         let tokens = self.out.tokens();
         if tokens.len() != self.computed + 1 {
-            return Err(MigrationError::protocol(
-                "the pages came without a first token".into(),
+            return Err(AttemptFailure::protocol(
+                "the pages came without a first token",
             ));
         }
         let spec = SequenceSpec {
@@ -240,9 +304,13 @@ impl Running<'_> {
                 computed: self.computed,
             },
         };
-        self.sequence = Some(self.node.core.submit(spec).map_err(|full| {
-            MigrationError::no_pages(full.queued, full.queued_max)
-        })?);
+        let sequence = self.node.core.submit(spec).map_err(|full| {
+            AttemptFailure::no_room(format!(
+                "{} of {} sequences wait already",
+                full.queued, full.queued_max
+            ))
+        })?;
+        self.sequence = Some(sequence);
         Ok(())
     }
 
@@ -251,10 +319,16 @@ impl Running<'_> {
         self.node.metrics.migrations_committed.fetch_add(1, Relaxed);
         self.out.stage.set(Stage::Decode);
         let sequence = self.sequence.take();
-        let taken_over = sequence.as_ref().is_some_and(|sequence| sequence.prove());
-        if !taken_over {
-            self.node.ledger.with(|ledger| ledger.free(pages));
-        }
+        let taken_over = sequence.as_ref().is_some_and(Sequence::prove);
+        self.node.ledger.with(|ledger| {
+            if taken_over {
+                // The engine goes on writing into the tail.
+                let adopted = ledger.adopt(pages);
+                debug_assert!(adopted.is_ok(), "{adopted:?}");
+            } else {
+                ledger.free(pages);
+            }
+        });
         let mut last = None;
         for sampled in self.withheld.drain(..) {
             last = self.out.token(sampled);
@@ -262,8 +336,8 @@ impl Running<'_> {
         match (self.finish.or(last), sequence) {
             (Some(reason), _) => Attempt::Finished(reason),
             (None, Some(sequence)) => Attempt::Decoding(sequence),
-            (None, None) => Attempt::Failed(MigrationError::protocol(
-                "the migration was committed before its pages were placed".into(),
+            (None, None) => Attempt::Failed(AttemptFailure::protocol(
+                "the migration was committed before its pages were placed",
             )),
         }
     }

@@ -16,15 +16,16 @@ mod status;
 pub use accept::accept;
 pub use admission::Admission;
 pub use prefill::PeerPrefills;
-pub use status::{debug_pages, debug_transfers, progress};
+pub use status::{DebugQuery, DebugQuestion, StatusBoard, answer, publish};
 
 use crate::engine::EngineCore;
 use crate::log::Log;
 use crate::metrics::Metrics;
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
-use kvserve_kv::LedgerCell;
-use kvserve_kv::peer::{PeerHub, PeerState, Role};
+use kvserve_kv::ledger::LedgerCell;
+use kvserve_kv::peer::{PeerHub, PeerState};
+use kvserve_kv::session::{RequestId, Role};
 use kvserve_runtime::Shard;
 use kvserve_runtime::completion::Hub;
 use std::cell::{Cell, OnceCell};
@@ -35,6 +36,10 @@ use std::sync::Arc;
 pub struct NodeContext {
     /// Hybrid, prefill or decode.
     pub role: Role,
+    /// Start of this process; names its requests together with a counter.
+    pub incarnation: u64,
+    /// Requests numbered so far.
+    pub requests_numbered: Cell<u64>,
     /// The shard.
     pub shard: Shard,
     /// Its completions.
@@ -68,7 +73,8 @@ impl NodeContext {
             .get()?
             .peers()
             .into_iter()
-            .filter(|peer| peer.role == Role::Prefill && peer.state == PeerState::Up)
+            .filter(|peer| peer.role == Some(Role::Prefill) && peer.state == PeerState::Up)
+            .filter(|peer| peer.can_pull)
             .filter(|peer| !not.contains(&peer.node_id))
             .min_by_key(|peer| peer.in_flight)
             .map(|peer| peer.node_id)
@@ -77,6 +83,15 @@ impl NodeContext {
     /// Whether a prefill node is up.
     pub fn has_prefill_peer(&self) -> bool {
         self.choose_prefill(&[]).is_some()
+    }
+
+    pub(crate) fn next_request_id(&self) -> RequestId {
+        let counter = self.requests_numbered.get() + 1;
+        self.requests_numbered.set(counter);
+        RequestId {
+            incarnation: self.incarnation,
+            counter,
+        }
     }
 
     /// Requests and prefills for peers that have not ended.

@@ -5,8 +5,9 @@ use super::payload;
 use crate::engine::SequenceEvent;
 use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
-use kvserve_kv::AllocateAs;
-use kvserve_kv::peer::{IncomingPrefill, PrefillService, Publisher, Refusal};
+use kvserve_kv::ledger::AllocateAs;
+use kvserve_kv::peer::{IncomingPrefill, PrefillService, Publisher};
+use kvserve_kv::session::{AbortReason, ServiceRefusal};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -21,8 +22,8 @@ pub const REFUSED_SIZE: u16 = 3;
 /// When a busy node asks a peer to come again.
 const BUSY_RETRY_MS: u32 = 20;
 
-/// How often a waiting prefill tells that it still lives; a third of the peer's 3 s limit.
-const QUEUE_HEARTBEAT: Duration = Duration::from_secs(1);
+/// How often a waiting prefill tells that it still lives; a tenth of the peer's 3 s limit.
+const QUEUE_HEARTBEAT: Duration = Duration::from_millis(300);
 
 /// Answers `Prefill` frames of decode nodes.
 pub struct PeerPrefills {
@@ -37,36 +38,34 @@ impl PeerPrefills {
 }
 
 impl PrefillService for PeerPrefills {
-    fn prefill(&self, ask: IncomingPrefill, publisher: Publisher) -> Result<(), Refusal> {
+    fn prefill(&self, ask: IncomingPrefill, publisher: Publisher) -> Result<(), ServiceRefusal> {
         let Some(node) = self.node.upgrade() else {
-            return Err(Refusal::Draining);
+            return Err(ServiceRefusal::Draining);
         };
         if node.readiness.draining() {
-            return Err(Refusal::Draining);
+            return Err(ServiceRefusal::Draining);
         }
         let vocab = node.core.vocab_size();
         let known = ask.prompt.iter().all(|id| (*id as usize) < vocab);
         if ask.prompt.is_empty() || !known || ask.prompt.len() >= node.context_max {
-            return Err(Refusal::Invalid(REFUSED_PROMPT));
+            return Err(ServiceRefusal::Invalid(REFUSED_PROMPT));
         }
         let Ok(sampling) = payload::decode_sampling(&ask.payload) else {
-            return Err(Refusal::Invalid(REFUSED_PAYLOAD));
+            return Err(ServiceRefusal::Invalid(REFUSED_PAYLOAD));
         };
         let wanted = node.limits.pages_for(ask.prompt.len());
         let usable = node.ledger.with(|ledger| ledger.usable_pages());
         if wanted > usable {
-            return Err(Refusal::Invalid(REFUSED_SIZE));
+            return Err(ServiceRefusal::Invalid(REFUSED_SIZE));
         }
-        let busy = Refusal::Busy {
+        let busy = ServiceRefusal::Busy {
             retry_ms: BUSY_RETRY_MS,
         };
         let mut pages = Vec::with_capacity(wanted);
-        let granted = node.ledger.with(|ledger| {
-            ledger.allocate(wanted, AllocateAs::Building, &mut pages)?;
-            ledger.lease(&pages).expect("pages just allocated are building");
-            Ok::<(), kvserve_kv::NeedPages>(())
-        });
-        if granted.is_err() {
+        let reserved = node
+            .ledger
+            .with(|ledger| ledger.allocate(wanted, AllocateAs::Building, &mut pages));
+        if reserved.is_err() {
             node.metrics.peer_prefills_busy.fetch_add(1, Relaxed);
             return Err(busy);
         }
@@ -78,16 +77,17 @@ impl PrefillService for PeerPrefills {
             deadline: ask.deadline,
             pages: PagesFrom::Lease(pages.clone()),
         };
-        let sequence = match node.core.submit(spec) {
-            Ok(sequence) => sequence,
-            Err(_) => {
-                node.ledger.with(|ledger| ledger.free(&pages));
-                node.metrics.peer_prefills_busy.fetch_add(1, Relaxed);
-                return Err(busy);
-            }
+        let Ok(sequence) = node.core.submit(spec) else {
+            node.ledger.with(|ledger| ledger.free(&pages));
+            node.metrics.peer_prefills_busy.fetch_add(1, Relaxed);
+            return Err(busy);
         };
+        if let Err(refused) = publisher.granted(pages) {
+            drop(sequence);
+            node.ledger.with(|ledger| ledger.free(&refused.pages));
+            return Err(busy);
+        }
         node.metrics.peer_prefills.fetch_add(1, Relaxed);
-        publisher.granted(pages);
         let shard = node.shard.clone();
         shard.spawn(serve(node, sequence, publisher)).detach();
         Ok(())
@@ -100,7 +100,6 @@ async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, pub
     let page_tokens = node.limits.page_tokens;
     let prompt = sequence.view().map_or(0, |view| view.tokens);
     let pages = node.limits.pages_for(prompt);
-    let mut ready = 0;
     enum Heard {
         Event(SequenceEvent),
         Cancelled,
@@ -124,20 +123,25 @@ async fn serve(node: Rc<NodeContext>, mut sequence: crate::engine::Sequence, pub
         match heard {
             Heard::Event(SequenceEvent::Computed(tokens)) => {
                 // The tail counts only at Complete (PROTOCOL L4).
-                ready = tokens / page_tokens;
-                publisher.watermark(ready);
+                publisher.watermark((tokens / page_tokens) as u32);
             }
             Heard::Event(SequenceEvent::Token(sampled, _)) => {
-                publisher.first_token(payload::encode_token(&sampled));
-                publisher.complete(pages, prompt - (pages - 1) * page_tokens);
+                // A sampled token has at most 20 alternatives: far below the payload's cap.
+                let sent = publisher.first_token(payload::encode_token(&sampled));
+                debug_assert!(sent.is_ok());
+                let tail = prompt - (pages - 1) * page_tokens;
+                publisher.complete(pages as u32, tail as u32);
                 break;
             }
             Heard::Event(SequenceEvent::Failed(error)) => {
-                publisher.abort(error.reason);
+                publisher.abort(match error.reason {
+                    "deadline_exceeded" => AbortReason::Deadline,
+                    _ => AbortReason::Engine,
+                });
                 break;
             }
             Heard::Cancelled => break,
-            Heard::Tick => publisher.watermark(ready),
+            Heard::Tick => publisher.queued(node.core.load().queued as u32),
         }
     }
     node.peer_prefills_live.set(node.peer_prefills_live.get() - 1);

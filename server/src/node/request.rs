@@ -4,6 +4,7 @@ use crate::engine::{
     EngineCommand, FinishReason, GenerateEvent, GenerateRequest, RetryClass, ServeError, Stage,
     TokenEvent,
 };
+use kvserve_kv::session::RequestId;
 use kvserve_model::Sampled;
 use kvserve_runtime::bridge;
 use std::cell::{Cell, RefCell};
@@ -11,6 +12,8 @@ use std::cell::{Cell, RefCell};
 /// The client's side of a request: what it has been told so far. Tokens told are facts
 /// (PROTOCOL R2), so they are kept here, above all attempts.
 pub struct RequestOut {
+    /// Its number, made by this node, which owns it to its end (PROTOCOL R1).
+    pub id: RequestId,
     /// The request as it came.
     pub request: GenerateRequest,
     /// Where it is, for the error if its time runs out.
@@ -21,8 +24,9 @@ pub struct RequestOut {
 
 impl RequestOut {
     /// Takes a command apart.
-    pub fn new(command: EngineCommand) -> (Self, crate::engine::CancelFlag) {
+    pub fn new(id: RequestId, command: EngineCommand) -> (Self, crate::engine::CancelFlag) {
         let out = RequestOut {
+            id,
             request: command.request,
             stage: Cell::new(Stage::Queue),
             events: command.events,

@@ -13,6 +13,7 @@
 //! SSE error event with code `peer_lost` and the end (R5); every wait ends at the request's
 //! deadline plus [`forward::ANSWER_SLACK`], or when the cluster layer removes the node.
 
+mod client;
 pub mod forward;
 pub mod stream;
 pub mod table;

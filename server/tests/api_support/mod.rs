@@ -79,24 +79,23 @@ struct WholeCharacters {
 }
 
 impl Detokenizer for WholeCharacters {
-    fn push(&mut self, id: u32) -> String {
+    fn push(&mut self, id: u32, out: &mut String) {
         if id >= 256 && self.skip_special {
-            return String::new();
+            return;
         }
         self.open.extend(self.model.token_bytes(id));
         match std::str::from_utf8(&self.open) {
             Ok(text) => {
-                let text = text.to_owned();
+                out.push_str(text);
                 self.open.clear();
-                text
             }
-            Err(error) if error.error_len().is_none() => String::new(),
-            Err(_) => self.finish(),
+            Err(error) if error.error_len().is_none() => {}
+            Err(_) => self.finish(out),
         }
     }
 
-    fn finish(&mut self) -> String {
-        String::from_utf8_lossy(&std::mem::take(&mut self.open)).into_owned()
+    fn finish(&mut self, out: &mut String) {
+        out.push_str(&String::from_utf8_lossy(&std::mem::take(&mut self.open)));
     }
 }
 
@@ -234,6 +233,7 @@ pub fn served_model(text: bool) -> ServedModel {
         created: 1_700_000_000,
         context_tokens: CONTEXT,
         vocabulary: VOCABULARY,
+        token_bytes_max: 256,
         eos_ids: vec![EOS],
         bos_id: None,
         defaults: SamplingDefaults::default(),

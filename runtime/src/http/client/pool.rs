@@ -10,7 +10,7 @@ use crate::time::{Deadline, Nanos};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{HOST, HeaderValue};
+use hyper::header::{CONTENT_LENGTH, HOST, HeaderValue, TRANSFER_ENCODING};
 use hyper::{Request, Response, Uri};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -112,7 +112,8 @@ impl Client {
     }
 
     /// Sends `request` and waits for the head of the answer, until `deadline`. The URI's path
-    /// and query are used; `Host` is set when it is missing. Dropping the future cancels.
+    /// and query are used; `Host` is set when it is missing; `content-length` and
+    /// `transfer-encoding` are set by the client itself. Dropping the future cancels.
     ///
     /// # Errors
     /// [`ClientError`]. An answer with any status is no error.
@@ -301,6 +302,9 @@ fn prepare(address: SocketAddr, request: Request<Bytes>) -> Request<Full<Bytes>>
     if request.uri().authority().is_some() {
         *request.uri_mut() = path.map_or_else(|| Uri::from_static("/"), Uri::from);
     }
+    // The framing is ours: a forwarded header must not contradict it.
+    request.headers_mut().remove(CONTENT_LENGTH);
+    request.headers_mut().remove(TRANSFER_ENCODING);
     if !request.headers().contains_key(HOST)
         && let Ok(host) = HeaderValue::from_str(&address.to_string())
     {
