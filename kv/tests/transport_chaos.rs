@@ -117,11 +117,16 @@ fn a_lost_completion_has_landed_and_nobody_hears_of_it() {
     (0..8).for_each(|page| world.assert_holds(page, page));
     assert!(world.told.is_empty());
     assert_eq!(world.rig.handle.counters().completions_lost, 1);
+    assert!(!world.rig.transport().take_back(lost), "nobody knows of it");
     // Switched off, the next ones are told again; the lost one never.
     world.rig.set("off");
     let next = world.post(channel, vec![read(lease, 8, [8])]);
     assert_eq!(world.finish(next, 1), [GOOD]);
     assert!(world.told.iter().all(|told| told.work != lost));
+    assert!(
+        world.rig.transport().take_back(lost),
+        "the next one retired it"
+    );
     // Its channel can still be proven quiet.
     world.rig.transport().kill(channel);
     assert_eq!(world.rig.transport().reap(channel), Reap::Quiet);
@@ -157,6 +162,10 @@ fn a_late_completion_is_held_in_order_and_wakes_its_shard_when_it_is_due() {
     assert!(world.told.is_empty());
     world.assert_holds(0, 0);
     assert_eq!(world.rig.transport().in_flight(), 1, "it has not been told");
+    assert!(
+        !world.rig.transport().take_back(late),
+        "it is still to come"
+    );
     // Chaos is over, and yet what comes after the late one on its channel waits behind it.
     world.rig.set("off");
     let behind = world.post(channel, vec![read(lease, 1, [1])]);

@@ -2,6 +2,7 @@
 
 use super::Ledger;
 use kvserve_runtime::GuardToken;
+use kvserve_runtime::completion::GuardKeeper;
 use std::cell::RefCell;
 
 /// One shard's ledger behind shared references: the scheduler, the lease table and the
@@ -25,14 +26,14 @@ impl LedgerCell {
     pub fn with<T>(&self, act: impl FnOnce(&mut Ledger) -> T) -> T {
         act(&mut self.ledger.borrow_mut())
     }
+}
 
-    /// The operation behind the token has ended physically.
-    pub fn release(&self, guards: GuardToken) {
+impl GuardKeeper for LedgerCell {
+    fn release(&self, guards: GuardToken) {
         self.ledger.borrow_mut().release(guards);
     }
 
-    /// The operation behind the token could not be proven quiet.
-    pub fn quarantine(&self, guards: GuardToken) {
+    fn quarantine(&self, guards: GuardToken) {
         self.ledger.borrow_mut().quarantine(guards);
     }
 }

@@ -7,6 +7,7 @@ use kvserve_kv::transport::tcp::{
     ConnectionId, ReadAuthority, ServerConfig, TcpConfig, TcpReadServer, TcpTransport,
 };
 use kvserve_kv::{PageId, PoolMemory};
+use kvserve_runtime::completion::GuardKeeper;
 use kvserve_runtime::{ChannelId, ChannelKind, CompletionSource, GuardToken, Nanos};
 use std::cell::RefCell;
 use std::collections::HashMap;

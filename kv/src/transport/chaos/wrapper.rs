@@ -32,6 +32,9 @@ pub struct ChaosTransport<T: Transport> {
     held: Vec<Held>,
     /// Fresh completions of the inner transport; kept for its memory.
     fresh: Vec<Completed>,
+    /// Lost completions that no later one of their channel has made up for (PROTOCOL P3), so at
+    /// most the posts that the slab still counts as outstanding.
+    lost: Vec<WorkId>,
     /// Killed channels, and whether the proof of their quiet gets lost. At most one entry a
     /// channel.
     killed: Vec<(ChannelId, bool)>,
@@ -53,6 +56,7 @@ impl<T: Transport> ChaosTransport<T> {
             handle,
             held: Vec::new(),
             fresh: Vec::new(),
+            lost: Vec::new(),
             killed: Vec::new(),
             epoll,
             timer,
@@ -83,7 +87,7 @@ impl<T: Transport> ChaosTransport<T> {
         };
         match fault {
             None => self.hold(completed, now),
-            Some(CompletionFault::Lose) => {}
+            Some(CompletionFault::Lose) => self.lost.push(completed.work),
             Some(CompletionFault::Fail) => self.hold(
                 Completed {
                     status: CompletionStatus::Error(code::CHAOS),
@@ -126,7 +130,7 @@ impl<T: Transport> Transport for ChaosTransport<T> {
 
 impl<T: Transport> CompletionSource for ChaosTransport<T> {
     fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize {
-        if self.held.is_empty() && !self.handle.is_on() {
+        if self.held.is_empty() && self.lost.is_empty() && !self.handle.is_on() {
             return self.inner.poll(now, out);
         }
         let mut fresh = std::mem::take(&mut self.fresh);
@@ -136,9 +140,14 @@ impl<T: Transport> CompletionSource for ChaosTransport<T> {
         }
         self.fresh = fresh;
         let mut given = 0;
+        let lost = &mut self.lost;
         self.held.retain(|held| {
             let give = held.due <= now && given < COMPLETIONS_PER_POLL_MAX;
             if give {
+                let told = held.completed.work;
+                lost.retain(|lost| {
+                    lost.channel() != told.channel() || lost.position() > told.position()
+                });
                 out.push(held.completed);
                 given += 1;
             }
@@ -149,10 +158,12 @@ impl<T: Transport> CompletionSource for ChaosTransport<T> {
 
     fn arm(&mut self) -> Option<RawFd> {
         let inner = self.inner.arm();
-        let Some(due) = self.held.iter().map(|held| held.due).min() else {
+        let due = self.held.iter().map(|held| held.due).min();
+        self.timer.set(due);
+        // Another descriptor means another watch, so it changes only with the chaos itself.
+        if due.is_none() && (!self.handle.is_on() || inner.is_none()) {
             return inner;
-        };
-        self.timer.set(Some(due));
+        }
         if let Some(fd) = inner
             && self.epoll.set(fd, Interest::Read, INNER_TOKEN).is_err()
         {
@@ -170,6 +181,7 @@ impl<T: Transport> CompletionSource for ChaosTransport<T> {
         self.inner.kill(channel);
         self.held
             .retain(|held| held.completed.work.channel() != channel);
+        self.lost.retain(|lost| lost.channel() != channel);
         if !self.killed.iter().any(|(killed, _)| *killed == channel) {
             self.killed.push((channel, self.handle.on_flush()));
         }
@@ -190,5 +202,18 @@ impl<T: Transport> CompletionSource for ChaosTransport<T> {
             }
             (reaped, Some(false) | None) => reaped,
         }
+    }
+
+    fn moved(&self, channel: ChannelId) -> u64 {
+        self.inner.moved(channel)
+    }
+
+    /// As the inner transport says, but never for a completion that chaos has lost or holds
+    /// back: a transport that does not know of it could not promise anything either, and the
+    /// ladder is to be seen at work.
+    fn take_back(&mut self, work: WorkId) -> bool {
+        let lost = self.lost.contains(&work);
+        let held = self.held.iter().any(|held| held.completed.work == work);
+        !lost && !held && self.inner.take_back(work)
     }
 }

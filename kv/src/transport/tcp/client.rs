@@ -387,4 +387,15 @@ impl CompletionSource for TcpTransport {
             }
         }
     }
+
+    fn moved(&self, channel: ChannelId) -> u64 {
+        self.bytes_received(channel)
+    }
+
+    /// Always: what is on its way goes into scrap, what has landed has landed, and what was
+    /// never posted or is on no open connection cannot land.
+    fn take_back(&mut self, work: WorkId) -> bool {
+        self.abandon(work, 1);
+        true
+    }
 }
