@@ -224,7 +224,8 @@ fn body_and_headers_go_through_as_they_are() {
         b"the very body",
         &[
             ("content-type", "application/json"),
-            ("connection", "keep-alive"),
+            ("connection", "keep-alive, X-Hop"),
+            ("x-hop", "1"),
             ("host", "proxy:8000"),
             ("x-kvserve-timeout-ms", "2000"),
             ("x-request-id", "mine"),

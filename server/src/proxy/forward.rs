@@ -406,10 +406,11 @@ fn request_for_node(call: &Call, left_ms: u64) -> Result<Request<Bytes>, ApiErro
     Ok(request)
 }
 
-/// Headers that belong to the message and not to one connection (RFC 9110, 7.6.1).
+/// Headers that belong to the message and not to one connection (RFC 9110, 7.6.1): neither the
+/// well-known ones nor those that `Connection` names.
 fn end_to_end(headers: &HeaderMap) -> impl Iterator<Item = (&HeaderName, &HeaderValue)> {
     headers.iter().filter(|(name, _)| {
-        ![
+        let of_connection = [
             CONNECTION,
             CONTENT_LENGTH,
             EXPECT,
@@ -420,11 +421,21 @@ fn end_to_end(headers: &HeaderMap) -> impl Iterator<Item = (&HeaderName, &Header
             UPGRADE,
         ]
         .contains(name)
-            && !matches!(
+            || matches!(
                 name.as_str(),
                 "keep-alive" | "proxy-connection" | "proxy-authenticate" | "proxy-authorization"
-            )
+            );
+        !of_connection && !named_by_connection(headers, name)
     })
+}
+
+fn named_by_connection(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .any(|named| named.trim().eq_ignore_ascii_case(name.as_str()))
 }
 
 /// The node died, or its connection.
