@@ -1,0 +1,53 @@
+//! Starting clusters, talking to them, looking at their ledgers.
+
+mod client;
+mod fixture;
+mod process;
+
+pub use client::{get, post, post_stream, try_post};
+pub use fixture::{Case, fixture, tiny_qwen2};
+pub use process::{Cluster, Options, model_path, one_at_a_time, skipped};
+
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// Runs of a fault test: a few in `cargo test`, more when asked for.
+pub fn runs() -> usize {
+    std::env::var("KVSERVE_TEST_RUNS")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(3)
+}
+
+/// A greedy completion request over token ids.
+pub fn ids_request(ids: &[u32], max_tokens: usize) -> Value {
+    json!({
+        "prompt": ids, "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": true, "return_token_ids": true,
+    })
+}
+
+/// The generated ids of a completion answer.
+pub fn ids_of(answer: &Value) -> Vec<u32> {
+    answer["choices"][0]["token_ids"]
+        .as_array()
+        .map(|ids| {
+            ids.iter()
+                .filter_map(|id| id.as_u64())
+                .map(|id| id as u32)
+                .collect()
+        })
+        .unwrap_or_default()
+}
+
+/// Waits until `check` gives something, at most for `limit`; panics with `what` after it.
+pub fn eventually<T>(what: &str, limit: Duration, mut check: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + limit;
+    loop {
+        if let Some(value) = check() {
+            return value;
+        }
+        assert!(Instant::now() < end, "not within {limit:?}: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
