@@ -86,7 +86,7 @@ pub enum OpenError {
         /// Of these, lost for the life of the process.
         quarantined: usize,
     },
-    /// The ring must hold between 1 and [`RING_MAX`] posts.
+    /// The ring must hold between 1 and [`RING_MAX`](super::RING_MAX) posts.
     RingSize {
         /// What was asked for.
         wanted: usize,
