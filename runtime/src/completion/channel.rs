@@ -16,54 +16,8 @@ use crate::time::Nanos;
 /// any pool here; the ring then takes 512 KiB.
 pub const RING_MAX: usize = 1 << 16;
 
-/// Why a channel could not be opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenError {
-    /// All numbers are in use or lost to channels that could not be proven quiet.
-    ChannelsExhausted {
-        /// Numbers there are.
-        channels_max: usize,
-        /// Of these, lost for the life of the process.
-        quarantined: usize,
-    },
-    /// The ring must hold between 1 and [`RING_MAX`] posts.
-    RingSize {
-        /// What was asked for.
-        wanted: usize,
-        /// The bound.
-        ring_max: usize,
-    },
-    /// No such source is registered.
-    UnknownSource(SourceId),
-}
-
-impl std::fmt::Display for OpenError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            OpenError::ChannelsExhausted {
-                channels_max,
-                quarantined,
-            } => write!(
-                f,
-                "no channel number is free: {channels_max} in use, {quarantined} of them lost \
-                 to channels that could not be proven quiet; close channels or restart the process"
-            ),
-            OpenError::RingSize { wanted, ring_max } => write!(
-                f,
-                "a channel ring of {wanted} posts was asked for; it must hold 1 to {ring_max}"
-            ),
-            OpenError::UnknownSource(source) => write!(
-                f,
-                "completion source {} is not registered with this hub; add it first",
-                source.0
-            ),
-        }
-    }
-}
-
-impl std::error::Error for OpenError {}
-
-/// One ring entry.
+/// One ring entry. It needs no generation: a place of the slab is not used again while posts
+/// of its slot are outstanding, and an entry is gone once its post is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
     /// Outstanding work of the slot at this place of the slab.

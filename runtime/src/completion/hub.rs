@@ -5,13 +5,13 @@
 //! of guards are called only from [`Hub::turn`], at the top of the stack of the poll loop. So
 //! futures, wakers, sources and keepers may all call the hub from wherever they are.
 
-use super::channel::OpenError;
 use super::counters::{HubCounters, SlotView};
 use super::effects::{GuardEnd, Order};
+use super::errors::{BeginError, OpenError, PostError};
 use super::future::Completion;
 use super::ids::{ChannelId, ChannelKind, Completed, EndReason, GuardToken, SlotId, WorkId};
 use super::oneshot::{self, Completer, OneshotCompletion};
-use super::slab::{BeginError, PostError, Slab, SourceId};
+use super::slab::{Slab, SourceId};
 use super::slot::Outcome;
 use super::wheel::TICK;
 use crate::source::{COMPLETIONS_PER_POLL_MAX, CompletionSource};
@@ -401,7 +401,6 @@ impl Hub {
             };
             batch.clear();
             source.borrow_mut().poll(now, &mut batch);
-            debug_assert!(batch.len() <= COMPLETIONS_PER_POLL_MAX);
             turn.completions += batch.len();
             turn.more |= batch.len() >= COMPLETIONS_PER_POLL_MAX;
             let mut core = self.0.core.borrow_mut();

@@ -22,6 +22,7 @@
 mod channel;
 mod counters;
 mod effects;
+mod errors;
 mod future;
 mod hub;
 mod ids;
@@ -31,9 +32,10 @@ mod slab;
 mod slot;
 mod wheel;
 
-pub use channel::{OpenError, RING_MAX};
+pub use channel::RING_MAX;
 pub use counters::{HubCounters, SlotPhase, SlotView};
 pub use effects::{Effects, GuardEnd, Order};
+pub use errors::{BeginError, OpenError, PostError};
 pub use future::Completion;
 pub use hub::{Arming, GuardKeeper, Hub, HubLimits, Turn};
 pub use ids::{
@@ -41,6 +43,6 @@ pub use ids::{
 };
 pub use ladder::{DRAIN_BOUND, GRACE, StopRule};
 pub use oneshot::{Completer, OneshotCompletion};
-pub use slab::{BeginError, PostError, Slab, SourceId};
+pub use slab::{Slab, SourceId};
 pub use slot::CHANNELS_PER_SLOT_MAX;
 pub use wheel::{TICK, Wheel};

@@ -3,7 +3,11 @@
 use super::testing::Random;
 use super::*;
 use crate::completion::counters::SlotPhase;
+use crate::completion::errors::{OpenError, PostError};
+use crate::completion::ids::{ChannelId, ChannelKind, Completed, CompletionStatus};
 use crate::completion::ladder::{DRAIN_BOUND, GRACE};
+use crate::completion::slot::CHANNELS_PER_SLOT_MAX;
+use crate::source::Reap;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroU32;
 use std::time::Duration;
