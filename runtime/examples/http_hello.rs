@@ -10,6 +10,7 @@
 use hdrhistogram::Histogram;
 use kvserve_runtime::http::{Drain, HttpLimits, Response, StatusCode, handler, serve};
 use kvserve_runtime::net::TcpListener;
+use kvserve_runtime::shard::ShardHandle;
 use kvserve_runtime::{Deadline, Nanos, Shard, ShardConfig};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -55,7 +56,7 @@ fn number(arguments: &[String], at: usize, default: u64) -> Result<u64, std::num
     arguments.get(at).map_or(Ok(default), |text| text.parse())
 }
 
-type Started = (SocketAddr, std::thread::JoinHandle<()>);
+type Started = (SocketAddr, ShardHandle<()>);
 
 fn start(address: SocketAddr, drain: Drain) -> std::io::Result<Started> {
     let config = ShardConfig {

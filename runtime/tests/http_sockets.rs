@@ -5,8 +5,10 @@ mod http_support;
 use http_support::config;
 use kvserve_runtime::Shard;
 use kvserve_runtime::net::{TcpListener, TcpStream};
+use std::future::poll_fn;
 use std::io::{IoSlice, IoSliceMut};
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 const BYTES: usize = 8_000_000;
@@ -108,4 +110,53 @@ fn the_end_of_a_stream_comes_after_its_bytes() {
         assert!(right.read_exact(&mut bytes).await.is_err());
         assert!(!left.hung_up());
     });
+}
+
+#[test]
+fn a_dropped_socket_is_closed_even_if_its_shard_ends_at_once() {
+    for way in ["drop", "reset"] {
+        let plain = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = plain.local_addr().unwrap();
+        let thread = Shard::launch(config("socket-test"), move |shard| async move {
+            let stream = Rc::new(TcpStream::connect(address).await.unwrap());
+            let reading = {
+                let stream = stream.clone();
+                shard.spawn(async move { stream.read(&mut [0; 16]).await.is_ok() })
+            };
+            // The read's registration is out; then everything goes at once.
+            shard.sleep(Duration::from_millis(20)).await;
+            if way == "reset" {
+                stream.reset();
+            }
+            drop(reading);
+            drop(stream);
+        });
+        let (mut peer, _) = plain.accept().unwrap();
+        thread.unwrap().join().unwrap();
+        peer.set_read_timeout(Some(http_support::PATIENCE)).unwrap();
+        let end = std::io::Read::read(&mut peer, &mut [0; 16]);
+        match way {
+            "drop" => assert_eq!(end.unwrap(), 0),
+            _ => assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset),
+        }
+    }
+}
+
+#[test]
+fn a_dropped_listener_refuses_at_once() {
+    let thread = Shard::launch(config("socket-test"), move |shard| async move {
+        let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), false).unwrap();
+        let address = listener.local_addr().unwrap();
+        // Begin to wait for a connection, and let the kernel know of it.
+        poll_fn(|cx| {
+            assert!(listener.poll_accept(cx).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        shard.sleep(Duration::from_millis(20)).await;
+        drop(listener);
+        // Not a turn later: a blocking connect on this very thread.
+        assert!(std::net::TcpStream::connect(address).is_err());
+    });
+    thread.unwrap().join().unwrap();
 }

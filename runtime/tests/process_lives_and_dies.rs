@@ -7,7 +7,7 @@ mod support;
 use kvserve_runtime::completion::{ChannelId, ChannelKind, WorkId};
 use kvserve_runtime::lane::{Lane, LaneConfig};
 use kvserve_runtime::sentinel::{Sentinel, SentinelConfig};
-use kvserve_runtime::shard::ShardHandle;
+use kvserve_runtime::shard::{AbortOnUnwind, ShardHandle};
 use kvserve_runtime::signals::{self, Drain};
 use kvserve_runtime::{Shard, ShardConfig};
 use std::io::{BufRead, BufReader, Read};
@@ -115,6 +115,25 @@ fn a_panic_in_an_engine_job_ends_the_process() {
     assert_eq!(status.signal(), Some(libc::SIGABRT), "{errors}");
     assert!(
         errors.contains("`engine0` panicked: no such layer"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn a_guarded_plain_thread_that_panics_ends_the_process() {
+    let test = "a_guarded_plain_thread_that_panics_ends_the_process";
+    if is_child("guard") {
+        let body = std::thread::spawn(|| {
+            let _guard = AbortOnUnwind::new("the body of a plain thread");
+            panic!("out of range");
+        });
+        assert!(body.join().is_err(), "not reached");
+        return;
+    }
+    let (status, errors) = end_of(child(test, "guard"));
+    assert_eq!(status.signal(), Some(libc::SIGABRT), "{errors}");
+    assert!(
+        errors.contains("the body of a plain thread panicked"),
         "{errors}"
     );
 }

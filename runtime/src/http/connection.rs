@@ -213,7 +213,7 @@ pub(super) async fn run(server: Rc<Server>, conn: Rc<Conn>) {
         End::Protocol(Err(_)) => {
             if answering && !left {
                 // Aborted by its producer: the client must not take it for a whole answer.
-                reset(&conn);
+                conn.socket.reset();
             }
             return;
         }
@@ -225,14 +225,14 @@ pub(super) async fn run(server: Rc<Server>, conn: Rc<Conn>) {
         End::Idle => None,
         End::Stalled => {
             count(&server.counters.stalled);
-            reset(&conn);
+            conn.socket.reset();
             return;
         }
         End::Left => return,
         End::Cut => {
             if answering {
                 count(&server.counters.cut);
-                reset(&conn);
+                conn.socket.reset();
             }
             return;
         }
@@ -240,11 +240,6 @@ pub(super) async fn run(server: Rc<Server>, conn: Rc<Conn>) {
     if !conn.end_of_input.get() {
         close(&server, &conn, reply.as_deref().unwrap_or_default()).await;
     }
-}
-
-fn reset(conn: &Conn) {
-    // A socket that refuses the option is closed plainly; nothing else is left to do.
-    let _ = conn.socket.reset_on_close();
 }
 
 /// The connection's timer, and when the client is looked after next.

@@ -1,10 +1,10 @@
 //! The signal to finish: from any thread to the listeners of every shard.
 
-use crate::net::Relay;
+use crate::shard::{Notice, Seat, Shard};
 use crate::time::{Deadline, Nanos};
 use std::future::poll_fn;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 /// A drain that may be begun once, from any thread; clones are the same drain.
@@ -20,8 +20,8 @@ pub struct Drain {
 struct Inner {
     /// Nanoseconds of the deadline, 0 while none has begun.
     deadline: AtomicU64,
-    /// At most one waiter a listener of the process.
-    relay: Relay,
+    /// One for each live [`DrainWatch`]: a listener of a shard has one.
+    watchers: Mutex<Vec<Arc<Notice>>>,
 }
 
 impl Drain {
@@ -34,14 +34,13 @@ impl Drain {
     /// bring the deadline forward.
     pub fn begin(&self, deadline: Deadline) {
         let wanted = deadline.at().0.max(1);
-        let update =
-            self.inner
-                .deadline
-                .fetch_update(Ordering::AcqRel, Ordering::Acquire, |current| {
-                    (current == 0 || wanted < current).then_some(wanted)
-                });
-        if update.is_ok() {
-            self.inner.relay.fire();
+        let earlier = |current: u64| (current == 0 || wanted < current).then_some(wanted);
+        let begun = &self.inner.deadline;
+        if begun
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, earlier)
+            .is_ok()
+        {
+            self.inner.watchers().iter().for_each(Notice::ring);
         }
     }
 
@@ -53,18 +52,55 @@ impl Drain {
         }
     }
 
-    /// Ready once the drain has begun; wakes again when its deadline is brought forward.
-    pub fn poll_begun(&self, cx: &mut Context<'_>) -> Poll<Nanos> {
-        self.inner.relay.register(cx.waker());
-        match self.deadline() {
-            Some(at) => Poll::Ready(at),
-            None => Poll::Pending,
+    /// Watches for the drain from `shard`.
+    pub fn watch(&self, shard: &Shard) -> DrainWatch {
+        let seat = Seat::on(shard);
+        self.inner.watchers().push(seat.notice().clone());
+        DrainWatch {
+            drain: self.clone(),
+            seat,
         }
     }
 
     /// Waits for the drain to begin and gives its deadline. Waits as long as the process
     /// serves: the owner's select ends it.
-    pub async fn begun(&self) -> Nanos {
-        poll_fn(|cx| self.poll_begun(cx)).await
+    pub async fn begun(&self, shard: &Shard) -> Nanos {
+        let watch = self.watch(shard);
+        poll_fn(|cx| watch.poll_begun(cx)).await
+    }
+}
+
+impl Inner {
+    fn watchers(&self) -> MutexGuard<'_, Vec<Arc<Notice>>> {
+        self.watchers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One task's watch for a drain, on its shard.
+pub struct DrainWatch {
+    drain: Drain,
+    seat: Seat,
+}
+
+impl DrainWatch {
+    /// Ready once the drain has begun; wakes again when its deadline is brought forward.
+    ///
+    /// # Panics
+    /// On any thread but the shard it was made on.
+    pub fn poll_begun(&self, cx: &mut Context<'_>) -> Poll<Nanos> {
+        // Take the mark of earlier rings and sit down for the next; look only then.
+        while self.seat.poll_rung(cx).is_ready() {}
+        match self.drain.deadline() {
+            Some(at) => Poll::Ready(at),
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for DrainWatch {
+    fn drop(&mut self) {
+        let ours = self.seat.notice();
+        let mut watchers = self.drain.inner.watchers();
+        watchers.retain(|notice| !Arc::ptr_eq(notice, ours));
     }
 }

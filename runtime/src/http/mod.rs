@@ -41,7 +41,7 @@ mod stream;
 
 pub use client::{Client, ClientError, ClientLimits, ClientResponse, ClientStage, Resendable};
 pub use counters::HttpCounters;
-pub use drain::Drain;
+pub use drain::{Drain, DrainWatch};
 pub use error_body::{error_json, escape_json};
 pub use limits::HttpLimits;
 pub use request::{BodyError, Request, RequestBody};

@@ -3,7 +3,7 @@
 use super::alarm::Alarm;
 use super::connection::{self, Conn};
 use super::counters::{HttpCounters, count};
-use super::drain::Drain;
+use super::drain::{Drain, DrainWatch};
 use super::limits::HttpLimits;
 use super::reply;
 use super::request::Request;
@@ -148,6 +148,7 @@ pub async fn serve_counted(
         empty: RefCell::new(None),
     });
     let cut = CutOnDrop(server.clone());
+    let drain = drain.watch(&server.shard);
     accept_until_drain(&server, &listener, &drain).await;
     sweep_backlog(&server, &listener).await;
     drop(listener);
@@ -172,7 +173,7 @@ fn builder(limits: &HttpLimits) -> hyper::server::conn::http1::Builder {
     builder
 }
 
-async fn accept_until_drain(server: &Rc<Server>, listener: &Listener, drain: &Drain) {
+async fn accept_until_drain(server: &Rc<Server>, listener: &Listener, drain: &DrainWatch) {
     let mut alarm = Alarm::new(server.shard.clone());
     let mut paused_until = None;
     poll_fn(|cx| {
@@ -241,7 +242,7 @@ impl Listener {
     }
 }
 
-async fn finish(server: &Rc<Server>, drain: &Drain) {
+async fn finish(server: &Rc<Server>, drain: &DrainWatch) {
     let mut alarm = Alarm::new(server.shard.clone());
     let mut cut_at = None;
     poll_fn(|cx| {

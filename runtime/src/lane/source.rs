@@ -196,6 +196,11 @@ impl<J: Send> CompletionSource for Lane<J> {
         self.killed = Some(channel);
     }
 
+    /// The running job's own progress: a long step that moves is not a lane that stands still.
+    fn moved(&self, _channel: ChannelId) -> u64 {
+        self.shared.pulse.progress()
+    }
+
     fn reap(&mut self, channel: ChannelId) -> Reap {
         let posted = self
             .posted

@@ -5,15 +5,17 @@
 //! connection that streams tokens is polled once a token while its read side waits for hours;
 //! its list of wakers would grow without end. With the relay a registration is polled once,
 //! and later polls only look at a flag and replace the task to wake.
+//!
+//! It never leaves its shard (wakers of tasks must not, see `shard`); it is an `Arc` with a
+//! mutex, never contended, only because a `Waker` has to be made of something `Sync`.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
-/// Waiters that are noted. A socket has one or two; a drain has one a listener of each shard,
-/// a few hundred on the largest machines. More are woken for nothing and come again, so the
-/// list is 1,024 x 16 B = 16 KiB at most.
-const WAITERS_MAX: usize = 1024;
+/// Tasks that may wait for one registration at a time. One is usual, two happen when a task
+/// hands a socket on. More are woken for nothing and come again: 64 x 16 B = 1 KiB a direction.
+const WAITERS_MAX: usize = 64;
 
 /// Remembers that it was woken, and wakes the tasks that wait.
 #[derive(Default)]

@@ -103,8 +103,13 @@ impl Readiness {
 ///
 /// Reads and writes take `&self`: one task may read while another writes. In one direction
 /// there should be one waiting task at a time; more are woken together and race for the bytes.
+///
+/// Dropping it closes the connection *at once*: a registration that is still out holds the
+/// kernel's file open until its cancel is submitted (and for ever if the shard ends before), so
+/// a close alone would not reach the peer.
 pub struct Socket {
-    fd: PollableFd<socket2::Socket>,
+    /// Taken by [`Socket::into_socket`] only, which consumes the rest.
+    fd: Option<PollableFd<socket2::Socket>>,
     read: Readiness,
     write: Readiness,
 }
@@ -117,7 +122,7 @@ impl Socket {
     pub(super) fn new(socket: socket2::Socket) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         Ok(Socket {
-            fd: PollableFd::new(socket).map_err(to_io)?,
+            fd: Some(PollableFd::new(socket).map_err(to_io)?),
             read: Readiness::new(Direction::Read),
             write: Readiness::new(Direction::Write),
         })
@@ -132,7 +137,7 @@ impl Socket {
         let wanted = buffer.len();
         self.read.poll_call(
             cx,
-            &self.fd,
+            self.fd(),
             |socket| socket.recv(buffer),
             |&count| count < wanted && count > 0,
         )
@@ -143,7 +148,7 @@ impl Socket {
         let wanted = buffer.len();
         self.read.poll_call(
             cx,
-            &self.fd,
+            self.fd(),
             |mut socket| socket.read(buffer),
             |&count| count < wanted && count > 0,
         )
@@ -158,7 +163,7 @@ impl Socket {
         let wanted: usize = buffers.iter().map(|buffer| buffer.len()).sum();
         self.read.poll_call(
             cx,
-            &self.fd,
+            self.fd(),
             |mut socket| socket.read_vectored(buffers),
             |&count| count < wanted && count > 0,
         )
@@ -168,7 +173,7 @@ impl Socket {
     pub fn poll_write(&self, cx: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
         self.write.poll_call(
             cx,
-            &self.fd,
+            self.fd(),
             |socket| socket.send_with_flags(buffer, libc::MSG_NOSIGNAL),
             |&count| count < buffer.len(),
         )
@@ -183,7 +188,7 @@ impl Socket {
         let offered: usize = buffers.iter().map(|buffer| buffer.len()).sum();
         self.write.poll_call(
             cx,
-            &self.fd,
+            self.fd(),
             |socket| socket.send_vectored_with_flags(buffers, libc::MSG_NOSIGNAL),
             |&count| count < offered,
         )
@@ -243,18 +248,27 @@ impl Socket {
 
     /// Closes one or both directions; a peer that is already gone is no error.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        match self.fd.get_ref().shutdown(how) {
+        match self.as_socket().shutdown(how) {
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
             other => other,
         }
     }
 
-    /// Makes the coming close a reset: nothing unsent is kept, the peer sees an error and not
-    /// a clean end.
-    pub fn reset_on_close(&self) -> io::Result<()> {
-        self.fd
-            .get_ref()
-            .set_linger(Some(std::time::Duration::ZERO))
+    /// Breaks the connection off at once: nothing unsent is kept, and a TCP peer sees an error
+    /// and not a clean end.
+    pub fn reset(&self) {
+        let unspecified = libc::sockaddr {
+            sa_family: libc::AF_UNSPEC as libc::sa_family_t,
+            sa_data: [0; 14],
+        };
+        let length = std::mem::size_of::<libc::sockaddr>() as libc::socklen_t;
+        // SAFETY: the address is valid and of that length for the call, the descriptor is open.
+        // Connecting a TCP socket to "nowhere" is how Linux aborts its connection.
+        let failed = unsafe { libc::connect(self.as_raw_fd(), &unspecified, length) } != 0;
+        if failed {
+            // A Unix socket, or one that is broken already: an end is all there is to give.
+            let _ = self.shutdown(Shutdown::Both);
+        }
     }
 
     /// Whether the peer has closed its side or the connection has failed, found without
@@ -274,7 +288,7 @@ impl Socket {
     /// Looks at an idle connection without consuming anything.
     pub fn peek(&self) -> Peeked {
         let mut byte = [MaybeUninit::uninit()];
-        match self.fd.get_ref().peek(&mut byte) {
+        match self.as_socket().peek(&mut byte) {
             Ok(0) => Peeked::Closed,
             Ok(_) => Peeked::Bytes,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Peeked::Quiet,
@@ -289,16 +303,35 @@ impl Socket {
     }
 
     pub(super) async fn wait_writable(&self) -> io::Result<()> {
-        poll_fn(|cx| self.write.poll(cx, &self.fd)).await
+        poll_fn(|cx| self.write.poll(cx, self.fd())).await
     }
 
     /// The plain socket, for options and addresses.
     pub fn as_socket(&self) -> &socket2::Socket {
-        self.fd.get_ref()
+        self.fd().get_ref()
     }
 
-    pub(super) fn into_socket(self) -> socket2::Socket {
-        self.fd.into_inner()
+    fn fd(&self) -> &PollableFd<socket2::Socket> {
+        match &self.fd {
+            Some(fd) => fd,
+            None => unreachable!("only `into_socket` takes the descriptor, and it consumes self"),
+        }
+    }
+
+    pub(super) fn into_socket(mut self) -> socket2::Socket {
+        match self.fd.take() {
+            Some(fd) => fd.into_inner(),
+            None => unreachable!("only `into_socket` takes the descriptor, and it consumes self"),
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if self.fd.is_some() && (self.read.armed.get() || self.write.armed.get()) {
+            // A peer that is gone already needs no telling.
+            let _ = self.shutdown(Shutdown::Both);
+        }
     }
 }
 
@@ -315,6 +348,6 @@ pub enum Peeked {
 
 impl AsRawFd for Socket {
     fn as_raw_fd(&self) -> RawFd {
-        self.fd.get_ref().as_raw_fd()
+        self.as_socket().as_raw_fd()
     }
 }

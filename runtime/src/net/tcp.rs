@@ -154,6 +154,14 @@ impl TcpListener {
     }
 }
 
+impl Drop for TcpListener {
+    fn drop(&mut self) {
+        // A registration may hold the kernel's file open for a while: stop listening at once,
+        // or connections would go on being completed that nobody accepts.
+        let _ = self.fd.get_ref().shutdown(std::net::Shutdown::Both);
+    }
+}
+
 impl AsRawFd for TcpListener {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.get_ref().as_raw_fd()

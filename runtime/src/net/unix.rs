@@ -116,6 +116,8 @@ impl UnixListener {
 
 impl Drop for UnixListener {
     fn drop(&mut self) {
+        // As for TCP: a registration may hold the kernel's file open.
+        let _ = self.fd.get_ref().shutdown(std::net::Shutdown::Both);
         // Only our own file: a successor may have bound the path again.
         let ours = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|metadata| metadata.ino() == self.inode);

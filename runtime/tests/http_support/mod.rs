@@ -7,6 +7,7 @@ use kvserve_runtime::http::{
     handler, serve_counted, sse,
 };
 use kvserve_runtime::net::TcpListener;
+use kvserve_runtime::shard::ShardHandle;
 use kvserve_runtime::{Deadline, Nanos, Shard, ShardConfig};
 use std::future::pending;
 use std::io::{BufReader, Read, Write};
@@ -14,7 +15,6 @@ use std::net::{SocketAddr, TcpStream};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use kvserve_runtime::http::blocking::{Answer, Streaming, request, stream};
@@ -92,7 +92,7 @@ pub struct Served {
     pub address: SocketAddr,
     pub drain: Drain,
     pub seen: Arc<Seen>,
-    thread: Option<JoinHandle<Totals>>,
+    thread: Option<ShardHandle<Totals>>,
 }
 
 /// Serves [`app`] on a shard of its own.
