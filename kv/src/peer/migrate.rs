@@ -283,7 +283,7 @@ impl AttemptCell {
             Ok(wait) => wait,
             Err(full) => {
                 if let Some(guards) = full.guards {
-                    pages.ledger.release(guards);
+                    pages.ledger.with(|ledger| ledger.release(guards));
                 }
                 return false;
             }

@@ -488,7 +488,7 @@ impl ReadAuthority for Authority {
     }
 
     fn served(&mut self, guards: GuardToken) {
-        self.ledger.release(guards);
+        self.ledger.with(|ledger| ledger.release(guards));
     }
 
     fn closed(&mut self, connection: ConnectionId) {

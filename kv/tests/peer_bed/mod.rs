@@ -14,9 +14,9 @@ use kvserve_kv::peer::{
 };
 use kvserve_kv::pool::{PageId, PoolMemory};
 use kvserve_kv::transport::chaos::ChaosHandle;
-use kvserve_runtime::completion::{GuardKeeper, Hub, HubLimits};
+use kvserve_runtime::completion::{Hub, HubLimits};
 use kvserve_runtime::shard::poll_loop::PollPolicy;
-use kvserve_runtime::{Deadline, GuardToken, Nanos, Shard, ShardConfig};
+use kvserve_runtime::{Deadline, Nanos, Shard, ShardConfig};
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::net::SocketAddr;
@@ -40,17 +40,6 @@ where
     };
     let shard = Shard::launch(config, body).expect("a shard");
     shard.join().expect("the test body");
-}
-
-struct Keeper(Rc<LedgerCell>);
-
-impl GuardKeeper for Keeper {
-    fn release(&self, guards: GuardToken) {
-        self.0.release(guards);
-    }
-    fn quarantine(&self, guards: GuardToken) {
-        self.0.quarantine(guards);
-    }
 }
 
 /// What a node was told of its peers.
@@ -252,7 +241,7 @@ impl Node {
     pub fn with(shard: &Shard, config: PeerConfig) -> Node {
         let pool = Arc::new(PoolMemory::memfd(POOL_PAGES, PAGE_BYTES).expect("a pool"));
         let ledger = Rc::new(LedgerCell::new(Ledger::new(POOL_PAGES)));
-        let hub = Hub::new(HubLimits::default(), Rc::new(Keeper(ledger.clone())));
+        let hub = Hub::new(HubLimits::default(), ledger.clone());
         shard
             .spawn(hub.clone().run(shard.clone(), PollPolicy::Adaptive))
             .detach();
