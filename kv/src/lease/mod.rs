@@ -17,11 +17,14 @@
 //!                                   └───────────────────────────────┘
 //! ```
 
+mod frames;
 mod table;
+mod types;
 
-pub use table::{
-    AskVerdict, GrantError, LeaseCounters, LeaseEffect, LeaseLimits, LeasePhase, LeaseTable,
-    LeaseView, PeerSession, ReadRefusal,
+pub use table::LeaseTable;
+pub use types::{
+    AskVerdict, GrantError, LeaseCounters, LeaseEffect, LeaseLimits, LeasePhase, LeaseView,
+    PeerSession, ReadRefusal,
 };
 
 #[cfg(test)]

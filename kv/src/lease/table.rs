@@ -1,171 +1,19 @@
-//! The table of leases and every event on it.
+//! The table of leases: the producer's events, time, and how leases end. The peer's frames are
+//! in `frames`.
 
+use super::types::{
+    AskVerdict, GrantError, LeaseCounters, LeaseEffect, LeaseLimits, LeasePhase, LeaseView,
+    PeerSession, ReadRefusal,
+};
 use crate::pool::PageId;
-use crate::session::frame::{CHECKSUMS_PER_FRAME_MAX, LEASE_PAGES_MAX, RENEW_LIST_MAX};
+use crate::session::frame::{CHECKSUMS_PER_FRAME_MAX, LEASE_PAGES_MAX};
 use crate::session::{AbortReason, AttemptId, CommitOutcome, Frame, RefuseReason, RequestId};
 use kvserve_runtime::Nanos;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-/// One session with a peer, numbered by the shell and never reused: what a lease is granted to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PeerSession(pub u64);
-
-/// Times and bounds of the table.
-#[derive(Clone, Copy, Debug)]
-pub struct LeaseLimits {
-    /// Life of a lease since its last renewal (PROTOCOL L2).
-    pub ttl: Duration,
-    /// How long an answer to a fence query may take (PROTOCOL L3); also how long an aborted
-    /// lease waits for its release before it asks.
-    pub fence: Duration,
-    /// Attempts asked for and leases held at once. One `Renew` must be able to list them.
-    pub leases_max: usize,
-    /// Outcomes remembered: four times the leases; the oldest goes first, and a COMMIT that
-    /// asks for a forgotten one is refused, which is safe.
-    pub tombstones_max: usize,
-}
-
-impl Default for LeaseLimits {
-    fn default() -> Self {
-        LeaseLimits {
-            ttl: Duration::from_secs(10),
-            fence: Duration::from_secs(2),
-            leases_max: RENEW_LIST_MAX,
-            tombstones_max: 4 * RENEW_LIST_MAX,
-        }
-    }
-}
-
-/// Where an attempt stands on the prefill side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LeasePhase {
-    /// The service has it; no pages yet.
-    Asked,
-    /// Granted, being filled.
-    Building,
-    /// Whole; waits for COMMIT.
-    Complete,
-    /// Given up; the pages wait until the peer says that it is quiet.
-    Aborted,
-    /// The peer was asked whether it is quiet.
-    Fencing {
-        /// When the session ends without an answer.
-        answer_by: Nanos,
-    },
-    /// Over for the peer; the producer has not let go yet.
-    Draining,
-}
-
-impl LeasePhase {
-    /// A short stable label.
-    pub fn label(self) -> &'static str {
-        match self {
-            LeasePhase::Asked => "asked",
-            LeasePhase::Building => "building",
-            LeasePhase::Complete => "complete",
-            LeasePhase::Aborted => "aborted",
-            LeasePhase::Fencing { .. } => "fencing",
-            LeasePhase::Draining => "draining",
-        }
-    }
-}
-
-/// What the shell is to do.
-#[derive(Debug, PartialEq, Eq)]
-pub enum LeaseEffect {
-    /// Send a frame to this session.
-    Send(PeerSession, Frame),
-    /// Tell the producer of this attempt to stop and let go.
-    CancelProducer(PeerSession, AttemptId),
-    /// Nothing of the peer and nothing of the producer names these pages any more: give them to
-    /// the ledger (which still waits for guards of its own, e.g. a read being served).
-    Free(Vec<PageId>),
-    /// End this session; its data channels must be destroyed before `session_ended` is called.
-    EndSession(PeerSession, RefuseReason),
-}
-
-/// What became of an `ask`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AskVerdict {
-    /// Hand it to the service.
-    Fresh,
-    /// An attempt not newer than one known: drop the frame.
-    Old,
-    /// The table is full.
-    Full,
-}
-
-/// Why a grant was not made; the pages stay the caller's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GrantError {
-    /// The attempt was cancelled or its session has ended.
-    Ended,
-    /// It has a grant already.
-    Twice,
-    /// More pages than a lease may have: wanted, most.
-    Pages(usize, usize),
-    /// The ledger does not have them as reserved pages.
-    NotReserved,
-}
-
-/// Why a read of leased pages is refused (PROTOCOL L6).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReadRefusal {
-    /// No such lease of this session.
-    Unknown,
-    /// The epoch has moved.
-    Epoch,
-    /// Beyond the watermark: asked for up to, ready.
-    NotReady(u32, u32),
-    /// The lease is over, or being fenced.
-    Over,
-}
-
-/// Counters; they only grow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LeaseCounters {
-    /// Leases granted.
-    pub granted: u64,
-    /// Ended by COMMIT.
-    pub committed: u64,
-    /// Ended by RELEASE.
-    pub released: u64,
-    /// Ended by not being listed in a renewal.
-    pub unlisted: u64,
-    /// Given up by this side.
-    pub aborted: u64,
-    /// Fence queries sent.
-    pub fences: u64,
-    /// Fences not answered: sessions ended.
-    pub fences_unanswered: u64,
-    /// Ended with their session.
-    pub session_ended: u64,
-    /// COMMITs refused.
-    pub commits_refused: u64,
-    /// Frames about attempts or leases not known here (any more).
-    pub stale_frames: u64,
-}
-
-/// One entry, for `/debug/transfers`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeaseView {
-    /// Whose.
-    pub session: PeerSession,
-    /// Which attempt.
-    pub id: AttemptId,
-    /// Lease number; 0 while asked.
-    pub lease: u64,
-    /// Where it stands.
-    pub phase: LeasePhase,
-    /// Pages held.
-    pub pages: usize,
-    /// Of which the peer may read so many.
-    pub pages_ready: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Producer {
+pub(super) enum Producer {
     /// Computing, or still holding its handle.
     Live,
     /// Told to stop.
@@ -175,38 +23,38 @@ enum Producer {
 }
 
 #[derive(Debug)]
-struct Entry {
-    phase: LeasePhase,
-    producer: Producer,
-    lease: u64,
-    epoch: u32,
-    pages: Vec<PageId>,
-    ready: u32,
+pub(super) struct Entry {
+    pub(super) phase: LeasePhase,
+    pub(super) producer: Producer,
+    pub(super) lease: u64,
+    pub(super) epoch: u32,
+    pub(super) pages: Vec<PageId>,
+    pub(super) ready: u32,
     /// Last watermark, queue heartbeat or served read.
-    moved_at: Nanos,
-    expires_at: Nanos,
-    request_deadline: Nanos,
+    pub(super) moved_at: Nanos,
+    pub(super) expires_at: Nanos,
+    pub(super) request_deadline: Nanos,
 }
 
-type Key = (PeerSession, AttemptId);
+pub(super) type Key = (PeerSession, AttemptId);
 
-struct Tombstone {
-    key: Key,
-    epoch: u32,
-    pages: u32,
-    outcome: CommitOutcome,
+pub(super) struct Tombstone {
+    pub(super) key: Key,
+    pub(super) epoch: u32,
+    pub(super) pages: u32,
+    pub(super) outcome: CommitOutcome,
 }
 
 /// All leases of this node.
 pub struct LeaseTable {
-    incarnation: u64,
-    limits: LeaseLimits,
-    entries: BTreeMap<Key, Entry>,
-    by_lease: BTreeMap<u64, Key>,
-    tombstones: BTreeMap<u64, Tombstone>,
-    tombstone_ends: VecDeque<(Nanos, u64)>,
-    lease_last: u64,
-    counters: LeaseCounters,
+    pub(super) incarnation: u64,
+    pub(super) limits: LeaseLimits,
+    pub(super) entries: BTreeMap<Key, Entry>,
+    pub(super) by_lease: BTreeMap<u64, Key>,
+    pub(super) tombstones: BTreeMap<u64, Tombstone>,
+    pub(super) tombstone_ends: VecDeque<(Nanos, u64)>,
+    pub(super) lease_last: u64,
+    pub(super) counters: LeaseCounters,
 }
 
 impl LeaseTable {
@@ -550,209 +398,7 @@ impl LeaseTable {
         Ok(&entry.pages[first as usize..end as usize])
     }
 
-    // ---- the peer's frames --------------------------------------------------------------
-
-    /// COMMIT (PROTOCOL L5): the answer, and the end of the lease if it is OK.
-    #[allow(clippy::too_many_arguments)] // the frame's own fields
-    pub fn commit(
-        &mut self,
-        now: Nanos,
-        session: PeerSession,
-        id: AttemptId,
-        grantor: u64,
-        lease: u64,
-        epoch: u32,
-        pages: u32,
-        out: &mut Vec<LeaseEffect>,
-    ) {
-        let outcome = self.judge(now, session, id, grantor, lease, epoch, pages);
-        let live = self.by_lease.contains_key(&lease);
-        out.push(LeaseEffect::Send(
-            session,
-            Frame::CommitAnswer { id, lease, outcome },
-        ));
-        match outcome {
-            CommitOutcome::Ok if live => {
-                self.counters.committed += 1;
-                self.end(now, (session, id), CommitOutcome::Ok, out);
-            }
-            CommitOutcome::Ok => {}
-            CommitOutcome::Unknown
-            | CommitOutcome::NotComplete
-            | CommitOutcome::Expired
-            | CommitOutcome::Aborted
-            | CommitOutcome::Released
-            | CommitOutcome::Mismatch => self.counters.commits_refused += 1,
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)] // the frame's own fields
-    fn judge(
-        &self,
-        now: Nanos,
-        session: PeerSession,
-        id: AttemptId,
-        grantor: u64,
-        lease: u64,
-        epoch: u32,
-        pages: u32,
-    ) -> CommitOutcome {
-        if grantor != self.incarnation {
-            return CommitOutcome::Mismatch;
-        }
-        let key = (session, id);
-        if let Some(tombstone) = self.tombstones.get(&lease) {
-            return match tombstone.outcome {
-                _ if tombstone.key != key => CommitOutcome::Unknown,
-                CommitOutcome::Ok if tombstone.epoch != epoch || tombstone.pages != pages => {
-                    CommitOutcome::Mismatch
-                }
-                outcome => outcome,
-            };
-        }
-        if self.by_lease.get(&lease) != Some(&key) {
-            return CommitOutcome::Unknown;
-        }
-        let Some(entry) = self.entries.get(&key) else {
-            return CommitOutcome::Unknown;
-        };
-        match entry.phase {
-            LeasePhase::Asked => CommitOutcome::Unknown,
-            LeasePhase::Building => CommitOutcome::NotComplete,
-            LeasePhase::Aborted => CommitOutcome::Aborted,
-            LeasePhase::Fencing { .. } => CommitOutcome::Expired,
-            LeasePhase::Draining => CommitOutcome::Unknown,
-            LeasePhase::Complete if now >= entry.expires_at => CommitOutcome::Expired,
-            LeasePhase::Complete if entry.epoch != epoch || entry.ready != pages => {
-                CommitOutcome::Mismatch
-            }
-            LeasePhase::Complete => CommitOutcome::Ok,
-        }
-    }
-
-    /// RELEASE (PROTOCOL L7): no post of the peer names the lease. Always answered.
-    pub fn release(
-        &mut self,
-        now: Nanos,
-        session: PeerSession,
-        id: AttemptId,
-        lease: u64,
-        out: &mut Vec<LeaseEffect>,
-    ) {
-        out.push(LeaseEffect::Send(
-            session,
-            Frame::ReleaseAnswer { id, lease },
-        ));
-        let key = (session, id);
-        if self.by_lease.get(&lease) == Some(&key) {
-            self.counters.released += 1;
-            self.end(now, key, CommitOutcome::Released, out);
-        } else if !self.tombstones.contains_key(&lease) {
-            self.counters.stale_frames += 1;
-        }
-    }
-
-    /// The peer wants nothing more computed; leased pages wait for its release.
-    pub fn cancel(
-        &mut self,
-        now: Nanos,
-        session: PeerSession,
-        id: AttemptId,
-        out: &mut Vec<LeaseEffect>,
-    ) {
-        if self.entries.contains_key(&(session, id)) {
-            self.give_up(now, (session, id), None, out);
-        } else {
-            self.counters.stale_frames += 1;
-        }
-    }
-
-    /// The peer's list of live leases (PROTOCOL L2). A lease of this session granted up to
-    /// `grant_highest` and not listed counts as released.
-    pub fn renew(
-        &mut self,
-        now: Nanos,
-        session: PeerSession,
-        grant_highest: u64,
-        live: &[(AttemptId, u64)],
-        out: &mut Vec<LeaseEffect>,
-    ) {
-        let listed: BTreeSet<u64> = live.iter().map(|(_, lease)| *lease).collect();
-        let mut unlisted = Vec::new();
-        let ttl = self.limits.ttl;
-        for (key, entry) in self.entries.range_mut(keys_of(session)) {
-            match entry.phase {
-                LeasePhase::Asked | LeasePhase::Draining => continue,
-                LeasePhase::Building
-                | LeasePhase::Complete
-                | LeasePhase::Aborted
-                | LeasePhase::Fencing { .. } => {}
-            }
-            if entry.lease > grant_highest {
-                continue;
-            }
-            if !listed.contains(&entry.lease) {
-                unlisted.push(*key);
-                continue;
-            }
-            match entry.phase {
-                LeasePhase::Building | LeasePhase::Complete => {
-                    if now < entry.expires_at && now.since(entry.moved_at) <= ttl {
-                        entry.expires_at = renewed(now, entry.request_deadline, ttl);
-                    }
-                }
-                // Nothing renews what is given up or being asked for.
-                LeasePhase::Asked
-                | LeasePhase::Aborted
-                | LeasePhase::Fencing { .. }
-                | LeasePhase::Draining => {}
-            }
-        }
-        for key in unlisted {
-            self.counters.unlisted += 1;
-            self.end(now, key, CommitOutcome::Released, out);
-        }
-    }
-
-    /// The peer says that nothing of it names the lease.
-    pub fn fence_answer(
-        &mut self,
-        now: Nanos,
-        session: PeerSession,
-        id: AttemptId,
-        lease: u64,
-        out: &mut Vec<LeaseEffect>,
-    ) {
-        let key = (session, id);
-        let ours = self.by_lease.get(&lease) == Some(&key);
-        let Some(entry) = self.entries.get(&key).filter(|_| ours) else {
-            self.counters.stale_frames += 1;
-            return;
-        };
-        match entry.phase {
-            LeasePhase::Fencing { .. } => self.end(now, key, CommitOutcome::Expired, out),
-            // An answer that was not asked for proves nothing about later reads.
-            LeasePhase::Asked
-            | LeasePhase::Building
-            | LeasePhase::Complete
-            | LeasePhase::Aborted
-            | LeasePhase::Draining => self.counters.stale_frames += 1,
-        }
-    }
-
-    /// The session is over and this node's data channels to it are destroyed: nothing can read
-    /// its leases any more.
-    pub fn session_ended(&mut self, now: Nanos, session: PeerSession, out: &mut Vec<LeaseEffect>) {
-        let keys: Vec<Key> = self
-            .entries
-            .range(keys_of(session))
-            .map(|(key, _)| *key)
-            .collect();
-        for key in keys {
-            self.counters.session_ended += 1;
-            self.end(now, key, CommitOutcome::Expired, out);
-        }
-    }
+    // ---- time -----------------------------------------------------------------------------
 
     /// Expires what is due. Call it at least every 200 ms, and first thing after a long sleep.
     pub fn tick(&mut self, now: Nanos, out: &mut Vec<LeaseEffect>) {
@@ -816,7 +462,7 @@ impl LeaseTable {
 
     /// Stops an attempt from this side or on the peer's wish (`say` = `None`). Leased pages
     /// wait for the release, their epoch has moved.
-    fn give_up(
+    pub(super) fn give_up(
         &mut self,
         now: Nanos,
         key: Key,
@@ -851,7 +497,13 @@ impl LeaseTable {
 
     /// The lease is over for the peer: a tombstone is left, the pages go free as soon as the
     /// producer has let go as well.
-    fn end(&mut self, now: Nanos, key: Key, outcome: CommitOutcome, out: &mut Vec<LeaseEffect>) {
+    pub(super) fn end(
+        &mut self,
+        now: Nanos,
+        key: Key,
+        outcome: CommitOutcome,
+        out: &mut Vec<LeaseEffect>,
+    ) {
         let Some(entry) = self.entries.get_mut(&key) else {
             return;
         };
@@ -904,7 +556,7 @@ fn tell(entry: &mut Entry, session: PeerSession, id: AttemptId, out: &mut Vec<Le
 }
 
 /// A renewal reaches at most one ttl beyond the request's own deadline (PROTOCOL L2).
-fn renewed(now: Nanos, request_deadline: Nanos, ttl: Duration) -> Nanos {
+pub(super) fn renewed(now: Nanos, request_deadline: Nanos, ttl: Duration) -> Nanos {
     now.after(ttl).min(request_deadline.after(ttl))
 }
 
@@ -913,7 +565,7 @@ fn attempts_of(session: PeerSession, request: RequestId) -> std::ops::RangeInclu
     at(0)..=at(u32::MAX)
 }
 
-fn keys_of(session: PeerSession) -> std::ops::RangeInclusive<Key> {
+pub(super) fn keys_of(session: PeerSession) -> std::ops::RangeInclusive<Key> {
     let at = |number: u64, attempt: u32| {
         let request = RequestId {
             incarnation: number,

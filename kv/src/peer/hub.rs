@@ -5,17 +5,15 @@ use super::config::{
     PrefillService, SendError,
 };
 use super::connect::Dial;
-use super::migrate::{AttemptCell, Migration, drive};
+use super::migrate::{AttemptCell, drive};
+use super::migration::Migration;
 use super::serve::{Authority, Producer};
 use super::session::{PullPath, Session};
 use crate::lease::{LeaseCounters, LeaseTable, LeaseView, PeerSession};
 use crate::ledger::LedgerCell;
 use crate::pool::PoolMemory;
-use crate::pull::{Attempt, FailReason, MigrationError, NotBegun, PullEvent, Stage};
-use crate::session::frame::{
-    API_URL_BYTES_MAX, APP_BYTES_MAX, LEASE_PAGES_MAX, NODE_ID_BYTES_MAX, PAYLOAD_BYTES_MAX,
-    PROMPT_TOKENS_MAX,
-};
+use crate::pull::{Attempt, MigrationError, Stage};
+use crate::session::frame::{API_URL_BYTES_MAX, APP_BYTES_MAX, NODE_ID_BYTES_MAX};
 use crate::session::{AttemptId, Frame, Pulse, RefuseReason, RequestId, Role};
 use crate::transport::chaos::{ChaosHandle, ChaosTransport};
 use crate::transport::tcp::{
@@ -380,75 +378,6 @@ impl Inner {
             .rev()
             .find(|session| session.is_live() && session.peer.node_id == node_id);
         of_node.cloned()
-    }
-
-    fn may_ask(
-        &self,
-        node_id: &str,
-        ask: &PrefillAsk,
-    ) -> Result<(Rc<Session>, AttemptId), FailReason> {
-        let missing = |what| Err(FailReason::NotBegun(what));
-        if !self.config.role.pulls() || self.pages.is_none() {
-            return missing(NotBegun::NotADecodeNode);
-        }
-        if ask.prompt.len() > PROMPT_TOKENS_MAX
-            || ask.payload.len() > PAYLOAD_BYTES_MAX
-            || ask.into.len() > LEASE_PAGES_MAX
-        {
-            return missing(NotBegun::TooLong);
-        }
-        if ask.deadline.passed(self.hub.now()) {
-            return Err(FailReason::RequestDeadline);
-        }
-        let id = AttemptId {
-            request: ask.request,
-            attempt: ask.attempt,
-        };
-        if ask.request.incarnation != self.config.incarnation {
-            return missing(NotBegun::OldAttempt);
-        }
-        for session in self.live_sessions() {
-            let attempts = session.attempts.borrow();
-            let newest = attempts
-                .keys()
-                .filter(|known| known.request == id.request)
-                .map(|known| known.attempt)
-                .max();
-            if newest.is_some_and(|newest| newest >= id.attempt) {
-                return missing(NotBegun::OldAttempt);
-            }
-        }
-        let Some(session) = self.session_of(node_id) else {
-            return missing(NotBegun::NoSession);
-        };
-        if !session.peer.role.serves() {
-            return missing(NotBegun::NotAPrefillNode);
-        }
-        match session.pulse() {
-            Pulse::Alive => {}
-            Pulse::Suspect | Pulse::Dead => return missing(NotBegun::Suspect),
-        }
-        self.check_pull_path(&session);
-        match session.pull_path.get() {
-            PullPath::Open(_) => Ok((session, id)),
-            PullPath::None => missing(NotBegun::NoDataConnection),
-        }
-    }
-
-    /// Starting attempt k+1 cancels k (PROTOCOL R1).
-    fn cancel_earlier(&self, id: AttemptId) {
-        for session in self.live_sessions() {
-            let earlier: Vec<_> = session
-                .attempts
-                .borrow()
-                .values()
-                .filter(|cell| cell.id().request == id.request)
-                .cloned()
-                .collect();
-            for cell in earlier {
-                cell.feed(self, PullEvent::Cancel);
-            }
-        }
     }
 
     /// A pull connection that broke, or that the ladder took down, is closed, so that another

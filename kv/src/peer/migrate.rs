@@ -3,17 +3,16 @@
 //! [`AttemptCell::feed`] runs the machine and its effects at once, wherever an event comes from
 //! (a frame, a finished read, a timer), so a watermark turns into posted reads without a task
 //! switch. The driver task of the attempt waits for reads and deadlines and checks placed pages.
-//! [`Migration`] is the waiter's end; dropping it cancels.
+//! The waiter's end is [`super::Migration`].
 
 use super::hub::Inner;
+use super::migration::{MigrationEvent, free_committed};
 use super::session::{PullPath, Session};
 use super::wait::{Bell, Woken};
 use crate::checksum::page_checksum;
 use crate::ledger::PageState;
 use crate::pool::PageId;
-use crate::pull::{
-    Attempt, AttemptPhase, FailReason, MigrationError, PullEffect, PullEvent, PullNews, Stage,
-};
+use crate::pull::{Attempt, AttemptPhase, PullEffect, PullEvent, PullNews};
 use crate::session::AttemptId;
 use crate::transport::{Read, Transport};
 use kvserve_runtime::GuardKeeper as _;
@@ -21,7 +20,7 @@ use kvserve_runtime::completion::Completion;
 use kvserve_runtime::{Deadline, EndReason, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -36,30 +35,7 @@ const MOVED_LOOK: Duration = Duration::from_millis(50);
 
 /// How often a stopping attempt looks whether its last post is quiet. The ladder needs 20 to
 /// 270 ms for a channel that is broken and no time for one that works.
-const QUIET_LOOK: Duration = Duration::from_millis(2);
-
-/// Beyond the request's deadline the waiter looks by itself: the machine has ended long before.
-const WAITER_SLACK: Duration = Duration::from_secs(5);
-
-/// News of a migration.
-#[derive(Debug)]
-pub enum MigrationEvent {
-    /// The prefill node has reserved the pages.
-    Granted,
-    /// The first token, opaque.
-    FirstToken(Vec<u8>),
-    /// All pages are in place and checked; COMMIT is under way. The engine may read them;
-    /// nothing computed from them may leave before `Committed`.
-    Placed,
-    /// COMMIT was answered OK. The pages, still in state Pulling, are the caller's: it calls
-    /// `commit` or `adopt` on the ledger.
-    Committed {
-        /// The target pages that were given over.
-        pages: Vec<PageId>,
-    },
-    /// It failed. The target pages go back to the ledger when the last post is quiet.
-    Failed(MigrationError),
-}
+pub(super) const QUIET_LOOK: Duration = Duration::from_millis(2);
 
 /// One read to be posted.
 #[derive(Clone, Copy, Debug)]
@@ -91,10 +67,10 @@ pub(super) struct AttemptCell {
     unquiet: RefCell<Vec<(u64, Vec<PageId>)>>,
     checks: RefCell<VecDeque<Check>>,
     moved: Cell<u64>,
-    news: RefCell<VecDeque<MigrationEvent>>,
-    waiter_gone: Cell<bool>,
+    pub news: RefCell<VecDeque<MigrationEvent>>,
+    pub waiter_gone: Cell<bool>,
     driver_bell: Bell,
-    waiter_bell: Bell,
+    pub waiter_bell: Bell,
 }
 
 impl AttemptCell {
@@ -395,8 +371,6 @@ impl AttemptCell {
     }
 }
 
-use std::future::Future;
-
 enum DriverWake {
     Reads(Vec<(u64, Result<(), EndReason>)>),
     Bell(Woken),
@@ -490,94 +464,5 @@ impl Session {
                 | AttemptPhase::Ended => {}
             }
         }
-    }
-}
-
-/// A migration under way: news for its waiter. Dropping it cancels: nothing more is posted, the
-/// lease is released after the last post is quiet, and only then the target pages are freed.
-#[must_use = "dropping a migration cancels it"]
-pub struct Migration {
-    inner: Rc<Inner>,
-    cell: Rc<AttemptCell>,
-    over: Option<MigrationError>,
-}
-
-impl Migration {
-    pub(super) fn new(inner: Rc<Inner>, cell: Rc<AttemptCell>) -> Self {
-        Migration {
-            inner,
-            cell,
-            over: None,
-        }
-    }
-
-    /// Which attempt this is.
-    pub fn id(&self) -> AttemptId {
-        self.cell.id()
-    }
-
-    /// Pages in place and checked, of how many.
-    pub fn progress(&self) -> (u32, u32) {
-        self.cell.progress()
-    }
-
-    /// The next news. `Committed` and `Failed` are the last; asked again after them, it says
-    /// `Failed` with reason `Cancelled`. Ends by the request's deadline.
-    pub async fn next(&mut self) -> MigrationEvent {
-        if let Some(error) = &self.over {
-            return MigrationEvent::Failed(error.clone());
-        }
-        let give_up = self.cell.deadline.at().after(WAITER_SLACK);
-        loop {
-            let event = self.cell.news.borrow_mut().pop_front();
-            if let Some(event) = event {
-                match &event {
-                    MigrationEvent::Granted
-                    | MigrationEvent::FirstToken(_)
-                    | MigrationEvent::Placed => {}
-                    MigrationEvent::Committed { .. } | MigrationEvent::Failed(_) => {
-                        let after = MigrationError::new(Stage::Commit, FailReason::Cancelled);
-                        self.over = Some(after);
-                    }
-                }
-                return event;
-            }
-            if self.inner.hub.now() >= give_up {
-                // The machine's own limits have ended it before; this keeps P5 whatever happens.
-                let error = MigrationError::new(Stage::Commit, FailReason::RequestDeadline);
-                self.over = Some(error.clone());
-                return MigrationEvent::Failed(error);
-            }
-            match self.cell.waiter_bell.wait(give_up).await {
-                Woken::Rung | Woken::Deadline => {}
-                Woken::NoSlot => self.inner.shard.sleep(QUIET_LOOK).await,
-            }
-        }
-    }
-}
-
-impl Drop for Migration {
-    fn drop(&mut self) {
-        self.cell.waiter_gone.set(true);
-        let unread = self.cell.news.take();
-        for event in unread {
-            free_committed(&self.inner, event);
-        }
-        self.cell.feed(&self.inner, PullEvent::Cancel);
-    }
-}
-
-/// Pages of a commit that nobody took: nobody else knows them.
-fn free_committed(inner: &Inner, event: MigrationEvent) {
-    match event {
-        MigrationEvent::Committed { pages: unclaimed } => {
-            if let Some(pages) = &inner.pages {
-                pages.ledger.with(|ledger| ledger.free(&unclaimed));
-            }
-        }
-        MigrationEvent::Granted
-        | MigrationEvent::FirstToken(_)
-        | MigrationEvent::Placed
-        | MigrationEvent::Failed(_) => {}
     }
 }

@@ -14,12 +14,15 @@
 //!                  data connections ── TcpReadServer / TcpTransport (completion sources)
 //! ```
 
+mod ask;
 mod config;
 mod connect;
+mod data;
 mod dispatch;
 mod entropy;
 mod hub;
 mod migrate;
+mod migration;
 mod serve;
 mod session;
 mod wait;
@@ -35,5 +38,5 @@ pub use config::{
 };
 pub use entropy::{fresh_incarnation, fresh_key};
 pub use hub::{AttemptView, PeerHub};
-pub use migrate::{Migration, MigrationEvent};
+pub use migration::{Migration, MigrationEvent};
 pub use serve::{GrantRefused, NOT_A_PREFILL_NODE, Publisher};

@@ -14,10 +14,12 @@
 //! ```
 
 mod attempt;
+mod events;
 mod failure;
 mod runs;
 
-pub use attempt::{Attempt, AttemptPhase, PullEffect, PullEvent, PullLimits, PullNews};
+pub use attempt::Attempt;
+pub use events::{AttemptPhase, PullEffect, PullEvent, PullLimits, PullNews};
 pub use failure::{FailReason, MigrationError, NotBegun, Retry, Stage};
 pub use runs::READ_BYTES_MAX;
 

@@ -22,6 +22,7 @@ pub mod handshake;
 pub mod liveness;
 pub mod seal;
 
+pub use codec::Malformed;
 pub use frame::{
     AbortReason, AttemptId, CommitOutcome, Frame, RefuseReason, RequestId, Role, ServiceRefusal,
 };
@@ -31,3 +32,5 @@ pub use seal::{FrameStream, PeerKey, SealedChannel, WireError};
 
 #[cfg(test)]
 mod fuzz;
+#[cfg(test)]
+mod handshake_tests;
