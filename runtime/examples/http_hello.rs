@@ -7,6 +7,8 @@
 //!
 //! Load and server share the machine's cores, so the figure is a floor for the server.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 use hdrhistogram::Histogram;
 use kvserve_runtime::http::{Drain, HttpLimits, Response, StatusCode, handler, serve};
 use kvserve_runtime::net::TcpListener;

@@ -7,6 +7,11 @@
 //! it waits, once for all that comes before it looks. Nothing here grows beyond its capacity,
 //! and no sender ever waits unseen: [`Sender::try_send`] gives the item back when it is full.
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "the one place where threads meet: bounded, and every wait above it has a deadline"
+)]
+
 use crate::shard::{DeadlinePassed, Notice, Seat, Shard};
 use crate::time::Deadline;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};

@@ -5,6 +5,11 @@
 //! client-shaped inputs. That holds where unwinding is compiled in; release builds abort on
 //! any panic (`panic = "abort"`).
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "the one place where threads meet: bounded, and every wait above it has a deadline"
+)]
+
 use crate::bridge::lock;
 use crate::shard::{Notice, Seat, Shard, panic_message, thread_name};
 use crate::time::Deadline;

@@ -4,6 +4,8 @@
 //! glommio may park although tasks are runnable (see the sentinel). A thread that knocks every
 //! few milliseconds stands in for the sentinel here.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod completion_support;
 
 use completion_support::Ledger;

@@ -1,5 +1,7 @@
 //! HTTP on a Unix socket that only this user may open.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod http_support;
 
 use http_support::{PATIENCE, config};

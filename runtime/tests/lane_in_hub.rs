@@ -1,6 +1,8 @@
 //! A lane under the completion contract: a hub's slots complete through it, a deadline ends a
 //! wait while the job runs on, and its guards come back only when the job has ended.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod support;
 
 use kvserve_runtime::lane::{Lane, LaneConfig};

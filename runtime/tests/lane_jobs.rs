@@ -1,6 +1,8 @@
 //! Engine lanes: order, bounds, kill and reap, completions by descriptor, and the sentinel's
 //! eye on them.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod support;
 
 use kvserve_runtime::completion::{ChannelId, ChannelKind, Completed, CompletionStatus, WorkId};

@@ -1,6 +1,8 @@
 //! A shard that stands still turns the health port 503 within a second, while the others go
 //! on; when it moves again, so does the health.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod support;
 
 use kvserve_runtime::Shard;

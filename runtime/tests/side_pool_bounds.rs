@@ -1,5 +1,7 @@
 //! The side pool: results, its bound, deadlines, abandoned and panicking jobs.
 
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
+
 mod support;
 
 use kvserve_runtime::side_pool::{SidePool, SidePoolError};

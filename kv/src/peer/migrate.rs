@@ -15,7 +15,6 @@ use crate::pool::PageId;
 use crate::pull::{Attempt, AttemptPhase, PullEffect, PullEvent, PullNews};
 use crate::session::AttemptId;
 use crate::transport::{Read, Transport};
-use kvserve_runtime::GuardKeeper as _;
 use kvserve_runtime::completion::Completion;
 use kvserve_runtime::{Deadline, EndReason, Nanos};
 use std::cell::{Cell, RefCell};

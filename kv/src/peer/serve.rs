@@ -11,7 +11,6 @@ use crate::pool::PageId;
 use crate::session::frame::{PAYLOAD_BYTES_MAX, RefusedKind};
 use crate::session::{AbortReason, AttemptId, Frame, ServiceRefusal};
 use crate::transport::tcp::{ConnectionId, ReadAuthority};
-use kvserve_runtime::GuardKeeper as _;
 use kvserve_runtime::{Deadline, GuardToken, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

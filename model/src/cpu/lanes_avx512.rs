@@ -150,6 +150,7 @@ impl Lanes for Avx512 {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
         let mut a = [_mm512_setzero_ps(); 16];
         let mut b = a;
+        #[allow(clippy::needless_range_loop, reason = "the same row of two arrays")]
         for row in 0..16 {
             a[row] = _mm512_loadu_ps(from.add(row * from_stride));
         }

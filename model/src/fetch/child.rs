@@ -1,6 +1,11 @@
 //! `python3` as a bounded source of bytes: it is killed when it is silent for too long, when its
 //! time is over, and when the taker refuses.
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "a plain process without a runtime; each receive has its deadline"
+)]
+
 use super::FetchError;
 use std::io::Read;
 use std::process::{Child, Command, Stdio};

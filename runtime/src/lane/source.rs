@@ -1,5 +1,10 @@
 //! The shard's side of a lane: a completion source.
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "the one place where threads meet: bounded, and every wait above it has a deadline"
+)]
+
 use super::pulse::LanePulse;
 use super::thread::{Ended, LaneConfig, LaneOutcome, Queued, Shared, start};
 use crate::completion::{ChannelId, Completed, WorkId};

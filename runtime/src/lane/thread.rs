@@ -1,5 +1,10 @@
 //! The lane's own thread.
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "the one place where threads meet: bounded, and every wait above it has a deadline"
+)]
+
 use super::pulse::LanePulse;
 use crate::completion::{Completed, CompletionStatus, WorkId};
 use crate::shard::{EventFd, abort_on_unwind};

@@ -1,5 +1,10 @@
 //! Launching shards: threads, placement, executors, and the two tasks each shard has.
 
+#![allow(
+    clippy::disallowed_types,
+    reason = "the one place where threads meet: bounded, and every wait above it has a deadline"
+)]
+
 use super::bell::{answer_hard_wakes, answer_the_door};
 use super::face::{Shard, guarded};
 use super::guard::abort_on_unwind;

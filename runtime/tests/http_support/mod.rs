@@ -1,4 +1,6 @@
 //! A served listener on its own shard, and a small application for the HTTP tests.
+
+#![allow(clippy::disallowed_types, reason = "a plain test thread")]
 #![allow(dead_code, unused_imports)]
 
 use bytes::Bytes;

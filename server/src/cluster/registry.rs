@@ -55,11 +55,6 @@ impl Registry {
         true
     }
 
-    /// The session of a node ended: it is gone at once.
-    pub fn lost(&mut self, node_id: &str) {
-        self.nodes.remove(node_id);
-    }
-
     /// Drops nodes whose last report is too old; true if any was.
     pub fn expire(&mut self, now: Nanos) -> bool {
         let before = self.nodes.len();
@@ -132,8 +127,8 @@ mod tests {
         registry.report(Nanos(0), "p", 1, "u", report(2));
         assert_eq!(registry.missing(), None);
         assert_eq!(registry.roster().prefill.len(), 1);
-        registry.lost("p");
-        registry.report(Nanos(0), "h", 1, "u", report(1));
+        registry.report(Nanos(1_500_000_000), "h", 1, "u", report(1));
+        registry.expire(Nanos(2_000_000_000));
         assert_eq!(registry.missing(), None);
     }
 

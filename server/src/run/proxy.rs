@@ -392,9 +392,10 @@ impl PeerEvents for Events {
             cluster
                 .log
                 .info("node left", &[("node", &node_id), ("reason", &text)]);
+            // A lost session alone does not end the node's requests: it may be a dropped frame,
+            // and a node that died resets its data connections by itself. Its lease (the last
+            // report) runs on for REPORT_TTL; a later incarnation takes its place at once.
             cluster.sessions.borrow_mut().remove(node_id);
-            cluster.registry.borrow_mut().lost(node_id);
-            cluster.changed();
         }
     }
 

@@ -69,8 +69,10 @@ fn a_frozen_prefill_node_costs_no_request() {
     a_prefill_gets(libc::SIGSTOP);
 }
 
-/// The stream of a node that fell in its middle: an error event or a reset, never a false end.
-fn stream_broke_honestly(lines: &[String], in_order: bool) {
+/// The stream of a node that fell in its middle never claims an end. When decode falls, the
+/// proxy says so in an error event; when the proxy itself falls, there is nobody to say it: the
+/// connection ends without the finish and `[DONE]` that every whole stream has.
+fn stream_broke_honestly(lines: &[String], in_order: bool, node: &str) {
     let finished = lines
         .iter()
         .any(|line| line.contains("\"finish_reason\":\"length\""));
@@ -79,7 +81,9 @@ fn stream_broke_honestly(lines: &[String], in_order: bool) {
         !finished,
         "a broken stream must not claim a finish: {lines:?}"
     );
-    assert!(error || !in_order, "a broken stream must say so: {lines:?}");
+    if node != "proxy" {
+        assert!(error || !in_order, "a broken stream must say so: {lines:?}");
+    }
     assert!(!lines.iter().any(|line| line == "[DONE]"), "{lines:?}");
 }
 
@@ -108,7 +112,7 @@ fn heals_after(node: &str, signal: i32) {
         drop(stream);
     } else {
         let (lines, in_order) = stream.rest();
-        stream_broke_honestly(&lines, in_order);
+        stream_broke_honestly(&lines, in_order, node);
     }
     eventually("the cluster serves again", HEALED, || {
         let answer = crate::harness::try_post(cluster.api, "/v1/completions", &body).ok()?;
