@@ -52,7 +52,7 @@ impl Agent {
 }
 
 /// Reports to every proxy, and keeps `/ready` true, until the shard ends. A report also goes
-/// out when a proxy's session comes up, since the loop turns within [`TURN`].
+/// out within 50 ms of a proxy's session coming up.
 pub async fn report(node: Rc<NodeContext>, agent: Agent) {
     let mut sent: BTreeMap<String, (u64, Nanos, bool)> = BTreeMap::new();
     loop {

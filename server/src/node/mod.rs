@@ -14,7 +14,7 @@ mod request;
 mod status;
 
 pub use accept::accept;
-pub use admission::Admission;
+pub use admission::{Admission, AdmissionFull};
 pub use prefill::PeerPrefills;
 pub use status::{DebugQuery, DebugQuestion, StatusBoard, answer, publish};
 
