@@ -13,6 +13,7 @@ pub mod engine;
 pub mod log;
 pub mod metrics;
 pub mod node;
+pub mod perf;
 pub mod placement;
 pub mod proxy;
 pub mod readiness;

@@ -8,17 +8,25 @@ use std::time::{SystemTime, UNIX_EPOCH};
 #[derive(Clone, Copy, Debug)]
 pub struct Log {
     json: bool,
+    quiet: bool,
 }
 
 impl Log {
     /// A log of JSON objects, or of text.
     pub fn new(json: bool) -> Self {
-        Log { json }
+        Log { json, quiet: false }
+    }
+
+    /// The same log, without [`Log::info`] if `quiet`.
+    pub fn quiet(self, quiet: bool) -> Self {
+        Log { quiet, ..self }
     }
 
     /// Something a reader of the log may want to know.
     pub fn info(&self, message: &str, fields: &[(&str, &dyn std::fmt::Display)]) {
-        self.line("info", message, fields);
+        if !self.quiet {
+            self.line("info", message, fields);
+        }
     }
 
     /// Something that is not as it should be; the service goes on.

@@ -209,6 +209,9 @@ pub struct ProxyArgs {
     /// Allow a bind to another address than loopback without an API key.
     #[arg(long)]
     pub insecure_no_auth: bool,
+    /// Say only what is not as it should be (set by `up`, which prints the summary).
+    #[arg(long, hide = true)]
+    pub quiet: bool,
 }
 
 /// `up`.

@@ -13,6 +13,7 @@
 use super::face::{FinishReason, RetryClass, ServeError, Stage};
 use super::notify::Notify;
 use crate::metrics::Metrics;
+use crate::perf::{Perf, STEP_BEGIN, STEP_END, Span};
 use crate::scheduler::{
     QueueFull, Scheduler, SchedulerEvent, SchedulerLimits, SequenceId, SequenceSpec, SequenceView,
 };
@@ -77,6 +78,7 @@ struct Inner {
     state: RefCell<State>,
     wake: Notify,
     metrics: Arc<Metrics>,
+    perf: Arc<Perf>,
 }
 
 struct State {
@@ -174,6 +176,7 @@ impl EngineCore {
         backend: B,
         limits: SchedulerLimits,
         metrics: Arc<Metrics>,
+        perf: Arc<Perf>,
     ) -> Result<Self, OpenError> {
         let backend = Rc::new(RefCell::new(backend));
         let source = hub.add_source(backend.clone());
@@ -192,6 +195,7 @@ impl EngineCore {
                 }),
                 wake: Notify::default(),
                 metrics,
+                perf,
             }),
         })
     }
@@ -300,6 +304,12 @@ impl EngineCore {
                 return Some(step);
             }
         };
+        inner.shard.trace().record(
+            &STEP_BEGIN,
+            work.position(),
+            step.sequences.len() as u64,
+            step.tokens.len() as u64,
+        );
         let submitted = inner.backend.borrow_mut().submit(work, step);
         if let Err(error) = submitted {
             inner.hub.unpost(work, 1, 0);
@@ -314,7 +324,11 @@ impl EngineCore {
         let step = inner.backend.borrow_mut().collect();
         match (ended, step) {
             (Ok(()), Some(step)) => {
-                inner.metrics.step(&step, inner.shard.now().since(now));
+                let took = inner.shard.now().since(now);
+                inner.metrics.step(&step, took);
+                inner.perf.record(Span::Step, took);
+                let trace = inner.shard.trace();
+                trace.record(&STEP_END, work.position(), step.compute_ns, 0);
                 pace.learn(&step);
                 let scheduler = &mut inner.state.borrow_mut().scheduler;
                 inner

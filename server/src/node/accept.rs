@@ -3,7 +3,8 @@
 use super::NodeContext;
 use super::request::RequestOut;
 use super::{decode, local};
-use crate::engine::{CancelFlag, EngineCommand, FinishReason, ServeError};
+use crate::engine::{CancelFlag, EngineCommand, FinishReason, RetryClass, ServeError, Stage};
+use crate::perf::{REQUEST_BEGIN, REQUEST_END, Span};
 use futures_lite::future;
 use kvserve_kv::session::Role;
 use kvserve_runtime::bridge;
@@ -66,7 +67,7 @@ fn start(node: &Rc<NodeContext>, command: EngineCommand) -> Live {
     node.metrics
         .prompt_tokens
         .fetch_add(command.request.prompt.len() as u64, Relaxed);
-    let (out, cancelled) = RequestOut::new(node.next_request_id(), command);
+    let (out, cancelled) = RequestOut::new(node.next_request_id(), node.perf.clone(), command);
     let done = Rc::new(Cell::new(false));
     let context = node.clone();
     let flag = done.clone();
@@ -84,6 +85,10 @@ fn start(node: &Rc<NodeContext>, command: EngineCommand) -> Live {
 /// One request, bounded by its deadline, to exactly one end.
 async fn run(node: &NodeContext, out: RequestOut) {
     let metrics = &node.metrics;
+    let trace = node.shard.trace();
+    let number = out.id.counter;
+    let (prompt, new) = (out.request.prompt.len(), out.request.max_tokens);
+    trace.record(&REQUEST_BEGIN, number, prompt as u64, new.into());
     let ended = match node.hub.begin("request", out.request.deadline, None) {
         Ok(deadline) => {
             future::or(drive(node, &out), async {
@@ -92,9 +97,17 @@ async fn run(node: &NodeContext, out: RequestOut) {
             })
             .await
         }
-        Err(_) => Err(out.deadline_error()),
+        Err(full) => Err(no_slot(full.slots_max)),
     };
     metrics.tokens.fetch_add(out.told() as u64, Relaxed);
+    trace.record(
+        &REQUEST_END,
+        number,
+        out.told() as u64,
+        ended.is_err().into(),
+    );
+    node.perf
+        .record(Span::Request, node.shard.now().since(out.arrived));
     match ended {
         Ok(reason) => {
             metrics.requests_finished.fetch_add(1, Relaxed);
@@ -116,6 +129,15 @@ async fn run(node: &NodeContext, out: RequestOut) {
             );
             out.failed(error);
         }
+    }
+}
+
+fn no_slot(slots_max: u32) -> ServeError {
+    ServeError {
+        stage: Stage::Queue,
+        reason: "overloaded",
+        retry: RetryClass::SamePair,
+        message: format!("all {slots_max} completion slots of this shard are in use; try later"),
     }
 }
 

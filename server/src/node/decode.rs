@@ -16,12 +16,15 @@ use super::admission::{self, Admitted};
 use super::payload;
 use super::request::RequestOut;
 use crate::engine::{FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage};
+use crate::perf::{ASKED, ATTEMPT_FAILED, COMMITTED, FIRST_TOKEN, GRANTED, PLACED, Span};
 use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
 use kvserve_kv::PageId;
 use kvserve_kv::peer::{Migration, MigrationEvent, PrefillAsk};
 use kvserve_kv::pull::{FailReason, MigrationError, Retry};
 use kvserve_model::Sampled;
+use kvserve_runtime::Nanos;
+use kvserve_runtime::trace::TraceKind;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
@@ -94,6 +97,8 @@ pub(super) async fn drive(
     out: &RequestOut,
 ) -> Result<FinishReason, ServeError> {
     let _place = enter(node, out).await?;
+    node.perf
+        .record(Span::Queue, node.shard.now().since(out.arrived));
     let mut tried: Vec<String> = Vec::new();
     let mut busy_rounds = 0;
     let mut attempts = 0;
@@ -102,6 +107,7 @@ pub(super) async fn drive(
         let Some(peer) = node.choose_prefill(&tried) else {
             break;
         };
+        covers(node, out)?;
         node.metrics.migrations_started.fetch_add(1, Relaxed);
         let number = attempts + busy_rounds + 1;
         let failure = match attempt_on(node, out, &peer, number).await? {
@@ -110,6 +116,9 @@ pub(super) async fn drive(
             Attempt::Failed(failure) => failure,
         };
         node.metrics.migrations_failed.fetch_add(1, Relaxed);
+        node.shard
+            .trace()
+            .record(&ATTEMPT_FAILED, out.id.counter, number.into(), 0);
         node.log.info(
             "attempt failed",
             &[
@@ -136,8 +145,27 @@ pub(super) async fn drive(
     }
     node.metrics.recomputes.fetch_add(1, Relaxed);
     out.stage.set(Stage::Prefill);
+    covers(node, out)?;
     let sequence = compute_here(node, out)?;
     follow(out, sequence).await
+}
+
+/// A try is only begun if the time left covers what it will take (PROTOCOL R4).
+fn covers(node: &NodeContext, out: &RequestOut) -> Result<(), ServeError> {
+    let tokens = out.request.prompt.len() + out.told();
+    let estimate = node.estimate(tokens);
+    let left = out.request.deadline.left(node.shard.now());
+    if estimate <= left {
+        return Ok(());
+    }
+    let mut error = out.deadline_error();
+    error.message = format!(
+        "{} ms of the request's time are left and {tokens} tokens of prompt take about {} ms; \
+         raise the request's timeout or lower the load",
+        left.as_millis(),
+        estimate.as_millis()
+    );
+    Err(error)
 }
 
 /// Waits for a place among the running and for room for the prompt.
@@ -186,9 +214,15 @@ async fn attempt_on(
             return Ok(Attempt::Failed(error.error.into()));
         }
     };
+    let now = node.shard.now();
+    let trace = node.shard.trace();
+    trace.record(&ASKED, out.id.counter, attempt.into(), wanted as u64);
     Running {
         node,
         out,
+        attempt,
+        asked_at: now,
+        since: now,
         pages,
         computed,
         sequence: None,
@@ -205,6 +239,10 @@ async fn attempt_on(
 struct Running<'a> {
     node: &'a NodeContext,
     out: &'a RequestOut,
+    attempt: u32,
+    asked_at: Nanos,
+    /// When the present stage began.
+    since: Nanos,
     pages: Vec<PageId>,
     computed: usize,
     sequence: Option<Sequence>,
@@ -224,19 +262,27 @@ impl Running<'_> {
     async fn run(mut self) -> Result<Attempt, ServeError> {
         loop {
             match self.hear().await {
-                Heard::Migration(MigrationEvent::Granted) => self.out.stage.set(Stage::Prefill),
+                Heard::Migration(MigrationEvent::Granted) => {
+                    self.passed(Span::Pair, &GRANTED, 0);
+                    self.out.stage.set(Stage::Prefill);
+                }
                 Heard::Migration(MigrationEvent::FirstToken(bytes)) => {
+                    self.passed(Span::Prefill, &FIRST_TOKEN, 0);
                     if let Some(ended) = self.first_token(&bytes) {
                         return Ok(ended);
                     }
                 }
                 Heard::Migration(MigrationEvent::Placed) => {
+                    self.passed(Span::Pull, &PLACED, self.pages.len());
                     self.out.stage.set(Stage::Commit);
                     if let Err(error) = self.start_decoding() {
                         return Ok(Attempt::Failed(error));
                     }
                 }
                 Heard::Migration(MigrationEvent::Committed { pages }) => {
+                    self.passed(Span::Commit, &COMMITTED, self.withheld.len());
+                    let took = self.node.shard.now().since(self.asked_at);
+                    self.node.learn_prompt_pace(self.computed, took);
                     return Ok(self.release_withheld(&pages));
                 }
                 Heard::Migration(MigrationEvent::Failed(error)) => {
@@ -250,6 +296,18 @@ impl Running<'_> {
                 Heard::Sequence(SequenceEvent::Failed(error)) => return Err(error),
             }
         }
+    }
+
+    /// A stage has ended: its span, its event.
+    fn passed(&mut self, span: Span, kind: &TraceKind, argument: usize) {
+        let now = self.node.shard.now();
+        self.node.perf.record(span, now.since(self.since));
+        self.since = now;
+        let number = self.out.id.counter;
+        self.node
+            .shard
+            .trace()
+            .record(kind, number, self.attempt.into(), argument as u64);
     }
 
     async fn hear(&mut self) -> Heard {

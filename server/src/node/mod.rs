@@ -21,6 +21,7 @@ pub use status::{DebugQuery, DebugQuestion, StatusBoard, answer, publish};
 use crate::engine::EngineCore;
 use crate::log::Log;
 use crate::metrics::Metrics;
+use crate::perf::Perf;
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
 use kvserve_kv::ledger::LedgerCell;
@@ -31,6 +32,7 @@ use kvserve_runtime::completion::Hub;
 use std::cell::{Cell, OnceCell};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What the tasks of the engine's shard share.
 pub struct NodeContext {
@@ -58,6 +60,10 @@ pub struct NodeContext {
     pub admission: Rc<Admission>,
     /// Counters of the process.
     pub metrics: Arc<Metrics>,
+    /// Where time goes.
+    pub perf: Arc<Perf>,
+    /// Nanoseconds an attempt took per prompt token, smoothed; 0 before the first.
+    pub prompt_token_ns: Cell<f64>,
     /// What all shards know.
     pub readiness: Arc<Readiness>,
     /// Prefills for peers under way.
@@ -83,6 +89,22 @@ impl NodeContext {
     /// Whether a prefill node is up.
     pub fn has_prefill_peer(&self) -> bool {
         self.choose_prefill(&[]).is_some()
+    }
+
+    /// Learns from an attempt, a recompute or a prefill that `tokens` of prompt took `span`.
+    pub(crate) fn learn_prompt_pace(&self, tokens: usize, span: Duration) {
+        let sample = span.as_nanos() as f64 / tokens.max(1) as f64;
+        let known = self.prompt_token_ns.get();
+        self.prompt_token_ns.set(if known > 0.0 {
+            0.75 * known + 0.25 * sample
+        } else {
+            sample
+        });
+    }
+
+    /// What computing `tokens` of prompt will take, from what it took before (PROTOCOL R4).
+    pub(crate) fn estimate(&self, tokens: usize) -> Duration {
+        Duration::from_nanos((self.prompt_token_ns.get() * tokens as f64) as u64)
     }
 
     pub(crate) fn next_request_id(&self) -> RequestId {

@@ -4,10 +4,12 @@ use crate::engine::{
     EngineCommand, FinishReason, GenerateEvent, GenerateRequest, RetryClass, ServeError, Stage,
     TokenEvent,
 };
+use crate::perf::{Perf, Span};
 use kvserve_kv::session::RequestId;
 use kvserve_model::Sampled;
-use kvserve_runtime::bridge;
+use kvserve_runtime::{Nanos, bridge};
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 /// The client's side of a request: what it has been told so far. Tokens told are facts
 /// (PROTOCOL R2), so they are kept here, above all attempts.
@@ -18,17 +20,28 @@ pub struct RequestOut {
     pub request: GenerateRequest,
     /// Where it is, for the error if its time runs out.
     pub stage: Cell<Stage>,
+    /// When it arrived.
+    pub arrived: Nanos,
+    perf: Arc<Perf>,
+    told_at: Cell<Nanos>,
     events: bridge::Sender<GenerateEvent>,
     facts: RefCell<Vec<u32>>,
 }
 
 impl RequestOut {
     /// Takes a command apart.
-    pub fn new(id: RequestId, command: EngineCommand) -> (Self, crate::engine::CancelFlag) {
+    pub fn new(
+        id: RequestId,
+        perf: Arc<Perf>,
+        command: EngineCommand,
+    ) -> (Self, crate::engine::CancelFlag) {
         let out = RequestOut {
             id,
             request: command.request,
             stage: Cell::new(Stage::Queue),
+            arrived: Nanos::now(),
+            perf,
+            told_at: Cell::default(),
             events: command.events,
             facts: RefCell::default(),
         };
@@ -60,6 +73,14 @@ impl RequestOut {
             return Some(FinishReason::Stop);
         }
         self.facts.borrow_mut().push(sampled.token);
+        let now = Nanos::now();
+        match self.told() {
+            1 => self.perf.record(Span::FirstToken, now.since(self.arrived)),
+            _ => self
+                .perf
+                .record(Span::NextToken, now.since(self.told_at.get())),
+        }
+        self.told_at.set(now);
         // The bridge holds max_tokens + 2 events, so only a client that left refuses one; its
         // cancel flag ends this request.
         let _ = self.events.try_send(GenerateEvent::Token(TokenEvent {

@@ -6,9 +6,11 @@
 
 use super::NodeContext;
 use crate::metrics::gauge;
+use crate::perf::KINDS;
 use kvserve_kv::transport::chaos::{ChaosHandle, ChaosSpec};
 use kvserve_runtime::bridge;
 use kvserve_runtime::completion::SlotView;
+use kvserve_runtime::trace::chrome_trace;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -27,6 +29,8 @@ pub enum DebugQuestion {
     Transfers,
     /// `/debug/pages`
     Pages,
+    /// `/debug/trace`: the latest events in the Chrome trace format.
+    Trace,
     /// `GET /debug/chaos`
     Chaos,
     /// `POST /debug/chaos`
@@ -100,6 +104,10 @@ pub async fn answer(
         let value = match query.question {
             DebugQuestion::Transfers => transfers(&node.hub.live()),
             DebugQuestion::Pages => pages(&node),
+            DebugQuestion::Trace => {
+                let text = chrome_trace(&[node.shard.trace()], &KINDS);
+                serde_json::from_str(&text).unwrap_or(Value::Null)
+            }
             DebugQuestion::Chaos => json!({ "spec": chaos.spec().to_string() }),
             DebugQuestion::SetChaos(spec) => {
                 node.log.warn("CHAOS set", &[("spec", &spec)]);

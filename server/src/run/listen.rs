@@ -1,6 +1,69 @@
 //! Which addresses may be bound, and why not.
 
-use std::net::SocketAddr;
+use kvserve_runtime::http::Listener;
+use kvserve_runtime::net::{TcpListener, UnixListener};
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::path::PathBuf;
+
+/// A port of the kernel's choice on loopback.
+pub const ANY_LOOPBACK_PORT: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
+
+/// Where `/debug` is served (DESIGN 6).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AdminListen {
+    /// On the API port, which is loopback.
+    OnApi,
+    /// On a port of its own.
+    Tcp(SocketAddr),
+    /// On a Unix socket of mode 0600, since the API port is reachable by others.
+    Unix(PathBuf),
+}
+
+impl AdminListen {
+    /// By the user's flag, else by where the API listens.
+    pub fn choose(asked: Option<SocketAddr>, api: SocketAddr, name: &str) -> Self {
+        match asked {
+            Some(address) => AdminListen::Tcp(address),
+            None if api.ip().is_loopback() => AdminListen::OnApi,
+            None => {
+                let folder = std::env::var_os("XDG_RUNTIME_DIR")
+                    .map_or_else(std::env::temp_dir, PathBuf::from);
+                let name: String = name
+                    .chars()
+                    .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
+                    .collect();
+                AdminListen::Unix(folder.join(format!("kvserve-{name}-{}.sock", api.port())))
+            }
+        }
+    }
+
+    /// Binds it.
+    ///
+    /// # Errors
+    /// A sentence with the address.
+    pub fn bind(&self) -> Result<Listener, String> {
+        match self {
+            AdminListen::OnApi => Err("/debug is served on the API port".into()),
+            AdminListen::Tcp(address) => TcpListener::bind(*address, false)
+                .map(Listener::from)
+                .map_err(|error| format!("cannot listen on --admin-listen {address}: {error}")),
+            AdminListen::Unix(path) => UnixListener::bind(path)
+                .map(Listener::from)
+                .map_err(|error| format!("cannot listen on {}: {error}", path.display())),
+        }
+    }
+}
+
+impl fmt::Display for AdminListen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AdminListen::OnApi => f.write_str("the API port"),
+            AdminListen::Tcp(address) => write!(f, "http://{address}"),
+            AdminListen::Unix(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
 
 /// Refuses an API bind beyond loopback unless the user insists.
 ///
@@ -48,6 +111,21 @@ pub fn check_chaos(chaos: bool, addresses: &[SocketAddr]) -> Result<(), String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn debug_pages_leave_an_api_port_that_others_reach() {
+        let local: SocketAddr = "127.0.0.1:1".parse().unwrap();
+        let wide: SocketAddr = "0.0.0.0:7".parse().unwrap();
+        assert_eq!(AdminListen::choose(None, local, "m"), AdminListen::OnApi);
+        assert_eq!(
+            AdminListen::choose(Some(local), wide, "m"),
+            AdminListen::Tcp(local)
+        );
+        let AdminListen::Unix(path) = AdminListen::choose(None, wide, "a/b") else {
+            panic!("not a Unix socket");
+        };
+        assert_eq!(path.file_name().unwrap(), "kvserve-a-b-7.sock");
+    }
 
     #[test]
     fn only_loopback_goes_without_saying() {

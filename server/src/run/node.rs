@@ -3,7 +3,7 @@
 //! Shard 0 is the engine's: it owns the pages, the step loop, the peers. Every shard (0 too)
 //! serves the API on the same port and reaches the engine over the command bridge.
 
-use super::listen::{check_api, check_chaos, check_peer};
+use super::listen::{AdminListen, check_api, check_chaos, check_peer};
 use super::pages::NodePages;
 use super::{peer_key, resolve_model, served_name};
 use crate::api::http::http_handler;
@@ -17,6 +17,7 @@ use crate::engine::{EngineClient, EngineCommand, EngineCore};
 use crate::log::Log;
 use crate::metrics::Metrics;
 use crate::node::{self, Admission, DebugQuery, NodeContext, PeerPrefills, StatusBoard};
+use crate::perf::Perf;
 use crate::placement::{allowed_cpus, available_memory};
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
@@ -76,10 +77,11 @@ struct Shared {
     context_max: usize,
     request_timeout: Duration,
     policy: PollPolicy,
-    debug_pages: bool,
+    admin: AdminListen,
     log: Log,
     model: Arc<ServedModel>,
     metrics: Arc<Metrics>,
+    perf: Arc<Perf>,
     readiness: Arc<Readiness>,
     board: Arc<StatusBoard>,
     health: HealthView,
@@ -114,7 +116,8 @@ struct PeerStart {
 /// A sentence for the user.
 pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
     let args = &command.node;
-    let log = Log::new(args.log_format == LogFormat::Json);
+    // Under `up` only what is not as it should be is told: the summary must stay readable.
+    let log = Log::new(args.log_format == LogFormat::Json).quiet(args.share_memory_with.is_some());
     let listen = args.listen.unwrap_or_else(|| default_listen(role));
     check(role, &command, listen)?;
     let drain = Drain::new();
@@ -151,7 +154,10 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         .map_err(|error| format!("cannot start the engine's thread: {error}"))?;
 
     let sentinel = Sentinel::start(SentinelConfig {
-        health_listen: args.health_listen,
+        health_listen: Some(
+            args.health_listen
+                .unwrap_or(super::listen::ANY_LOOPBACK_PORT),
+        ),
         ..SentinelConfig::default()
     })
     .map_err(|error| format!("cannot start the sentinel: {error}"))?;
@@ -192,10 +198,11 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         } else {
             PollPolicy::Adaptive
         },
-        debug_pages: listen.ip().is_loopback(),
+        admin: AdminListen::choose(args.admin_listen, listen, &name),
         log,
         model: Arc::new(served),
         metrics: Arc::default(),
+        perf: Arc::default(),
         readiness: readiness.clone(),
         board: Arc::default(),
         health: sentinel.health(),
@@ -435,7 +442,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
             (hub, None)
         }
     };
-    let api = Api {
+    let make_api = |debug_pages: bool| Api {
         engine: Rc::new(EngineClient::new(
             shard.clone(),
             hub.clone(),
@@ -445,7 +452,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         model: shared.model.clone(),
         config: ApiConfig {
             request_timeout: shared.request_timeout,
-            debug_pages: shared.debug_pages,
+            debug_pages,
         },
         offload: Rc::new(SharedPool(shared.side_pool.clone())),
         clock: Rc::new(shard.clone()),
@@ -454,6 +461,7 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
             readiness: shared.readiness.clone(),
             board: shared.board.clone(),
             metrics: shared.metrics.clone(),
+            perf: shared.perf.clone(),
             health: shared.health.clone(),
             queries: shared.queries.clone(),
         }),
@@ -462,18 +470,29 @@ async fn run_shard(shard: Shard, shared: Shared) -> Result<(), String> {
         ids: RandomIds::default(),
     };
     let http_drain = http::Drain::new();
-    let serving = shard.spawn(http::serve(
-        shard.clone(),
-        listener,
-        HttpLimits::default(),
-        http_handler(Rc::new(api)),
-        http_drain.clone(),
-    ));
+    let serve_on = |listener: http::Listener, debug_pages: bool| {
+        shard.spawn(http::serve(
+            shard.clone(),
+            listener,
+            HttpLimits::default(),
+            http_handler(Rc::new(make_api(debug_pages))),
+            http_drain.clone(),
+        ))
+    };
+    let on_api = shared.admin == AdminListen::OnApi;
+    let serving = serve_on(listener.into(), on_api);
+    let admin = match (&shared.admin, shard.index()) {
+        (AdminListen::OnApi, _) | (_, 1..) => None,
+        (other, 0) => Some(serve_on(other.bind()?, true)),
+    };
     shared.drain.wait().await;
     shared.readiness.drain();
     let patience = shared.request_timeout + DRAIN_EXTRA;
     http_drain.begin(Deadline::after(shard.now(), patience));
     serving.await;
+    if let Some(admin) = admin {
+        admin.await;
+    }
     if let Some(node) = node {
         finish_peers(&shard, &node, patience).await;
     }
@@ -512,6 +531,7 @@ fn start_engine(
         parts.backend,
         shared.limits,
         shared.metrics.clone(),
+        shared.perf.clone(),
     )
     .map_err(|error| format!("cannot open the engine's channel: {error}"))?;
     let incarnation = match &parts.peers {
@@ -531,6 +551,8 @@ fn start_engine(
         context_max: shared.context_max,
         admission: Admission::new(shared.limits.running_max, shared.limits.queued_max),
         metrics: shared.metrics.clone(),
+        perf: shared.perf.clone(),
+        prompt_token_ns: Cell::new(0.0),
         readiness: shared.readiness.clone(),
         peer_prefills_live: Cell::new(0),
         log: shared.log,
@@ -601,15 +623,16 @@ fn summary(
 ) {
     let tokens = sizes.pages * layout.page_tokens;
     if args.share_memory_with.is_some() {
-        shared.log.info(
-            "node starts",
-            &[
-                ("node", &command.join.node_id.clone().unwrap_or_default()),
-                ("api", &format!("http://{}", shared.listen)),
-                ("kernel", &layout.kernel_class),
-                ("kv_tokens", &tokens),
-                ("path", &"tcp"),
-            ],
+        let cores: Vec<_> = configs.iter().filter_map(|c| c.core).collect();
+        println!(
+            "{}: {}, {} on shard cores {cores:?} and engine cores {:?}, {} KV pages = {tokens} \
+             tokens, path tcp, http://{}",
+            command.join.node_id.as_deref().unwrap_or("node"),
+            args.dtype.label(),
+            layout.kernel_class,
+            engine_cores_text(args),
+            sizes.pages,
+            shared.listen
         );
         return;
     }
@@ -652,7 +675,10 @@ fn summary(
             println!("path     tcp (shared memory and RDMA are not built yet)");
         }
     }
-    println!("api      http://{}", shared.listen);
+    match &shared.admin {
+        AdminListen::OnApi => println!("api      http://{} (and /debug)", shared.listen),
+        admin => println!("api      http://{}, /debug on {admin}", shared.listen),
+    }
     if let Some(address) = sentinel.health_addr() {
         println!("health   http://{address}/health");
     }

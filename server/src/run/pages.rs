@@ -3,6 +3,7 @@
 use crate::api::{AdminPages, ApiError, LocalFuture, Page};
 use crate::metrics::Metrics;
 use crate::node::{DebugQuery, DebugQuestion, StatusBoard};
+use crate::perf::Perf;
 use crate::readiness::Readiness;
 use bytes::Bytes;
 use hyper::{Method, StatusCode};
@@ -28,6 +29,8 @@ pub struct NodePages {
     pub board: Arc<StatusBoard>,
     /// Counters.
     pub metrics: Arc<Metrics>,
+    /// Where time goes.
+    pub perf: Arc<Perf>,
     /// What the sentinel sees.
     pub health: HealthView,
     /// The way to the engine's shard.
@@ -90,6 +93,7 @@ impl AdminPages for NodePages {
 
     fn metrics(&self, out: &mut String) {
         self.metrics.render(out);
+        self.perf.render(out);
         self.board.write_gauges(out);
         self.health.write_metrics("kvserve", out);
     }
@@ -104,6 +108,7 @@ impl AdminPages for NodePages {
             let question = match (method.as_str(), path.as_str()) {
                 ("GET", "/debug/transfers") => DebugQuestion::Transfers,
                 ("GET", "/debug/pages") => DebugQuestion::Pages,
+                ("GET", "/debug/trace") => DebugQuestion::Trace,
                 ("GET", "/debug/chaos") => DebugQuestion::Chaos,
                 ("POST", "/debug/chaos") => DebugQuestion::SetChaos(chaos_spec(&body)?),
                 _ => return Ok(None),

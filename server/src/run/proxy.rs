@@ -94,11 +94,14 @@ pub fn run_proxy(args: ProxyArgs) -> Result<i32, String> {
         Some(file) => peer_key::read(file)?,
         None => peer_key::random()?,
     };
-    let log = Log::new(args.log_format == LogFormat::Json);
+    let log = Log::new(args.log_format == LogFormat::Json).quiet(args.quiet);
     let drain = Drain::new();
     signals::install(&drain).map_err(|error| format!("cannot install signal handlers: {error}"))?;
     let sentinel = Sentinel::start(SentinelConfig {
-        health_listen: args.health_listen,
+        health_listen: Some(
+            args.health_listen
+                .unwrap_or(super::listen::ANY_LOOPBACK_PORT),
+        ),
         ..SentinelConfig::default()
     })
     .map_err(|error| format!("cannot start the sentinel: {error}"))?;
@@ -114,13 +117,13 @@ pub fn run_proxy(args: ProxyArgs) -> Result<i32, String> {
             core: Some(core),
         })
         .collect();
-    log.info(
-        "proxy starts",
-        &[
-            ("api", &format!("http://{}", args.listen)),
-            ("peers", &args.peer_listen),
-        ],
-    );
+    if !args.quiet {
+        println!("api      http://{}", args.listen);
+        println!("peers    {} (nodes join here)", args.peer_listen);
+        if let Some(address) = sentinel.health_addr() {
+            println!("health   http://{address}/health");
+        }
+    }
     let shared = Shared {
         key,
         log,

@@ -100,14 +100,20 @@ fn supervise(plan: &plan::Plan, children: &mut [Child], drain: &Drain, log: Log)
     }
 }
 
-/// Tells all children to drain, waits, kills what is left.
+/// Tells the children to drain in the order in which requests flow, so that nobody goes down
+/// while somebody before it still needs it: proxy, decode nodes, prefill nodes. Kills what is
+/// left when the patience ends.
 fn stop(children: &mut [Child], patience: Duration) {
-    for child in children.iter_mut() {
-        child.terminate();
-    }
     let until = Instant::now() + patience;
-    while Instant::now() < until && children.iter_mut().any(Child::running) {
-        std::thread::sleep(TICK);
+    for wave in ["proxy", "decode", "prefill"] {
+        let in_wave = |child: &&mut Child| child.name().starts_with(wave);
+        children
+            .iter_mut()
+            .filter(in_wave)
+            .for_each(|child| child.terminate());
+        while Instant::now() < until && children.iter_mut().filter(in_wave).any(Child::running) {
+            std::thread::sleep(TICK);
+        }
     }
     for child in children.iter_mut() {
         child.kill();

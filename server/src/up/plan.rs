@@ -38,7 +38,7 @@ impl Plan {
         let mut health = Vec::new();
         let mut children = Vec::new();
 
-        let mut proxy = vec!["proxy".to_string()];
+        let mut proxy = vec!["proxy".to_string(), "--quiet".to_string()];
         flag(&mut proxy, "--listen", api);
         flag(&mut proxy, "--peer-listen", peer);
         flag(&mut proxy, "--peer-key-file", &key);
