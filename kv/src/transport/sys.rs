@@ -2,8 +2,10 @@
 
 use kvserve_runtime::Nanos;
 use std::io;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
+use std::rc::Rc;
 
 /// The most buffers one `readv` or `sendmsg` takes (Linux: `UIO_MAXIOV`).
 pub(crate) const IOVECS_MAX: usize = 1024;
@@ -49,7 +51,6 @@ impl Epoll {
     }
 
     /// Adds a descriptor, or changes what is asked of it. `token` comes back with its events.
-    /// A member leaves by being closed.
     pub(crate) fn set(&self, member: RawFd, interest: Interest, token: u64) -> io::Result<()> {
         let mut event = libc::epoll_event {
             events: interest.bits(),
@@ -62,6 +63,20 @@ impl Epoll {
             return Ok(());
         }
         Err(io::Error::last_os_error())
+    }
+
+    /// Takes a descriptor out; one that is no member is passed over.
+    pub(crate) fn remove(&self, member: RawFd) {
+        // SAFETY: no event is passed, which this operation allows; the kernel checks the
+        // descriptors. ENOENT is the only possible error and what was asked for.
+        unsafe {
+            libc::epoll_ctl(
+                self.fd.as_raw_fd(),
+                libc::EPOLL_CTL_DEL,
+                member,
+                ptr::null_mut(),
+            )
+        };
     }
 
     /// Calls `ready` with the token of each member that is ready now, at most [`EVENTS_MAX`].
@@ -298,17 +313,65 @@ impl From<io::Error> for Trouble {
     }
 }
 
-/// Prepares a connected socket for a data channel: non-blocking, no delay, and buffers of
-/// `buffer_bytes` unless 0, which leaves them to the kernel's own tuning.
-pub(crate) fn prepare(stream: &std::net::TcpStream, buffer_bytes: usize) -> io::Result<()> {
-    stream.set_nonblocking(true)?;
-    stream.set_nodelay(true)?;
-    if buffer_bytes > 0 {
-        let socket = socket2::SockRef::from(stream);
-        socket.set_send_buffer_size(buffer_bytes)?;
-        socket.set_recv_buffer_size(buffer_bytes)?;
+/// A data connection's socket and its membership of an epoll.
+///
+/// Dropping it is the connection's end even if something else still holds the open file (a poll
+/// that is being cancelled in io_uring, say): it leaves the epoll and is shut down explicitly,
+/// where closing alone would do neither until the last holder lets go.
+pub(crate) struct Socket {
+    stream: TcpStream,
+    epoll: Rc<Epoll>,
+    token: u64,
+    interest: Interest,
+}
+
+impl Socket {
+    /// Takes over a connected socket: non-blocking, no delay, and buffers of `buffer_bytes`
+    /// unless 0, which leaves them to the kernel's own tuning. Its events come as `token`.
+    pub(crate) fn new(
+        stream: TcpStream,
+        epoll: &Rc<Epoll>,
+        token: u64,
+        buffer_bytes: usize,
+    ) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        if buffer_bytes > 0 {
+            let socket = socket2::SockRef::from(&stream);
+            socket.set_send_buffer_size(buffer_bytes)?;
+            socket.set_recv_buffer_size(buffer_bytes)?;
+        }
+        epoll.set(stream.as_raw_fd(), Interest::Read, token)?;
+        Ok(Socket {
+            stream,
+            epoll: epoll.clone(),
+            token,
+            interest: Interest::Read,
+        })
     }
-    Ok(())
+
+    /// Changes what the epoll asks of it; a call only if that is another thing.
+    pub(crate) fn ask(&mut self, interest: Interest) -> io::Result<()> {
+        if self.interest != interest {
+            self.epoll.set(self.as_raw_fd(), interest, self.token)?;
+            self.interest = interest;
+        }
+        Ok(())
+    }
+}
+
+impl AsRawFd for Socket {
+    fn as_raw_fd(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.epoll.remove(self.as_raw_fd());
+        // Fails only if the peer was first; the end is the same.
+        self.stream.shutdown(Shutdown::Both).ok();
+    }
 }
 
 #[cfg(test)]
@@ -327,6 +390,31 @@ mod tests {
         assert_eq!((list.list.len(), list.bytes()), (2, 48));
         list.clear();
         assert_eq!(list.bytes(), 0);
+    }
+
+    #[test]
+    fn a_dropped_socket_is_over_for_the_epoll_and_the_peer_though_its_file_is_held() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        let held = near.try_clone().unwrap();
+        let epoll = Rc::new(Epoll::new().unwrap());
+        let socket = Socket::new(near, &epoll, 3, 0).unwrap();
+        let ready = || {
+            let mut tokens = Vec::new();
+            epoll.look(|token| tokens.push(token));
+            tokens
+        };
+        io::Write::write_all(&mut far, &[1]).unwrap();
+        let begun = std::time::Instant::now();
+        while ready() != [3] {
+            assert!(begun.elapsed().as_secs() < 20);
+        }
+        drop(socket);
+        assert!(ready().is_empty());
+        let end = io::Read::read(&mut far, &mut [0; 8]);
+        assert!(matches!(end, Ok(0) | Err(_)), "{end:?}");
+        drop(held);
     }
 
     #[test]

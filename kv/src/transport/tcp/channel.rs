@@ -7,11 +7,11 @@
 
 use super::wire::{ANSWER_BYTES, AnswerHead, READS_IN_FLIGHT_MAX, ReadRequest};
 use crate::pool::{PageId, PoolMemory};
-use crate::transport::sys::{self, Interest, IoVecs, Trouble};
+use crate::transport::sys::{self, Interest, IoVecs, Socket, Trouble};
 use crate::transport::{Read, code};
 use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
 use std::collections::VecDeque;
-use std::net::TcpStream;
+use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ struct Body {
 
 /// How a channel stands.
 pub(super) enum Link {
-    Open(TcpStream),
+    Open(Socket),
     Failed(u32),
     Killed,
 }
@@ -77,8 +77,6 @@ pub(super) struct Channel {
     head_filled: usize,
     body: Option<Body>,
     last_position: Option<u64>,
-    /// What the epoll has been told.
-    pub(super) interest: Interest,
     /// The epoll has said that there is something.
     pub(super) ready: bool,
     /// Bytes received, heads included.
@@ -88,11 +86,11 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    pub(super) fn new(id: ChannelId, stream: TcpStream, incarnation: u64) -> Self {
+    pub(super) fn new(id: ChannelId, socket: Socket, incarnation: u64) -> Self {
         Channel {
             id,
             incarnation,
-            link: Link::Open(stream),
+            link: Link::Open(socket),
             wire: VecDeque::new(),
             handed: 0,
             scraps: 0,
@@ -103,7 +101,6 @@ impl Channel {
             head_filled: 0,
             body: None,
             last_position: None,
-            interest: Interest::Read,
             ready: false,
             bytes: 0,
             scrap_bytes: 0,
@@ -120,7 +117,7 @@ impl Channel {
 
     pub(super) fn socket(&self) -> Option<RawFd> {
         match &self.link {
-            Link::Open(stream) => Some(stream.as_raw_fd()),
+            Link::Open(socket) => Some(socket.as_raw_fd()),
             Link::Failed(_) | Link::Killed => None,
         }
     }
@@ -146,6 +143,19 @@ impl Channel {
 
     pub(super) fn wants_write(&self) -> bool {
         !self.requests.is_empty()
+    }
+
+    /// Has the epoll wake for what this channel waits for.
+    pub(super) fn arm(&mut self) -> io::Result<()> {
+        let interest = if self.wants_write() {
+            Interest::ReadWrite
+        } else {
+            Interest::Read
+        };
+        match &mut self.link {
+            Link::Open(socket) => socket.ask(interest),
+            Link::Failed(_) | Link::Killed => Ok(()),
+        }
     }
 
     /// When the ladder of E3 has to look again, if it does.
@@ -228,12 +238,12 @@ impl Channel {
 
     /// Sends what is queued of the requests.
     pub(super) fn write_requests(&mut self, done: &mut VecDeque<Completed>) {
-        let Link::Open(stream) = &self.link else {
+        let Some(socket) = self.socket() else {
             return;
         };
         while self.requests_sent < self.requests.len() {
             let rest = &self.requests[self.requests_sent..];
-            match sys::send_bytes(stream.as_raw_fd(), rest) {
+            match sys::send_bytes(socket, rest) {
                 Ok(count) => self.requests_sent += count,
                 Err(error) => match Trouble::from(error) {
                     Trouble::NotNow => return,

@@ -3,7 +3,7 @@
 use super::channel::{Channel, Link, Turn};
 use super::wire::pages_per_read_max;
 use crate::pool::PoolMemory;
-use crate::transport::sys::{self, Epoll, Interest, IoVecs, Timer};
+use crate::transport::sys::{Epoll, Interest, IoVecs, Socket, Timer};
 use crate::transport::{Posted, Read, Transport, code};
 use kvserve_runtime::source::COMPLETIONS_PER_POLL_MAX;
 use kvserve_runtime::{ChannelId, Completed, CompletionSource, Nanos, Reap, WorkId};
@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, RawFd};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -82,7 +83,7 @@ pub struct TcpTransport {
     pool: Arc<PoolMemory>,
     page_bytes: usize,
     config: TcpConfig,
-    epoll: Epoll,
+    epoll: Rc<Epoll>,
     timer: Timer,
     /// By channel index.
     channels: Vec<Option<Box<Channel>>>,
@@ -111,7 +112,7 @@ impl TcpTransport {
             "pages of {page_bytes} bytes in a stride of {}",
             pool.page_stride()
         );
-        let epoll = Epoll::new()?;
+        let epoll = Rc::new(Epoll::new()?);
         let timer = Timer::new()?;
         epoll.set(timer.as_raw_fd(), Interest::Read, TIMER_TOKEN)?;
         Ok(TcpTransport {
@@ -154,10 +155,9 @@ impl TcpTransport {
                 format!("channel {index} already has a data connection; kill and reap it first"),
             ));
         }
-        sys::prepare(&stream, self.config.buffer_bytes)?;
-        self.epoll
-            .set(stream.as_raw_fd(), Interest::Read, index as u64)?;
-        self.channels[index] = Some(Box::new(Channel::new(channel, stream, incarnation)));
+        let buffer_bytes = self.config.buffer_bytes;
+        let socket = Socket::new(stream, &self.epoll, index as u64, buffer_bytes)?;
+        self.channels[index] = Some(Box::new(Channel::new(channel, socket, incarnation)));
         self.live.push(channel.index);
         Ok(())
     }
@@ -327,21 +327,10 @@ impl CompletionSource for TcpTransport {
             if let Some(at) = channel.wake_at(self.config.still_max) {
                 wake = Some(wake.map_or(at, |wake| wake.min(at)));
             }
-            let Some(socket) = channel.socket() else {
-                continue;
-            };
-            open = true;
-            let interest = if channel.wants_write() {
-                Interest::ReadWrite
-            } else {
-                Interest::Read
-            };
-            if channel.interest != interest {
-                match self.epoll.set(socket, interest, u64::from(*index)) {
-                    Ok(()) => channel.interest = interest,
-                    // Out of kernel memory: be polled again at once rather than sleep on it.
-                    Err(_) => wake = Some(Nanos(0)),
-                }
+            open |= channel.socket().is_some();
+            if channel.arm().is_err() {
+                // Out of kernel memory: be polled again at once rather than sleep on it.
+                wake = Some(Nanos(0));
             }
         }
         self.timer.set(wake);

@@ -10,11 +10,11 @@ use super::wire::{
 };
 use crate::pool::{PageId, PoolMemory};
 use crate::transport::code;
-use crate::transport::sys::{self, Interest, IoVecs, Trouble};
+use crate::transport::sys::{self, Interest, IoVecs, Socket, Trouble};
 use kvserve_runtime::{GuardToken, Nanos};
 use std::collections::VecDeque;
-use std::net::TcpStream;
-use std::os::fd::{AsRawFd, RawFd};
+use std::io;
+use std::os::fd::AsRawFd;
 
 /// Requests read in one call: 64 of them are 4 KiB.
 const INBOX_BYTES: usize = 64 * REQUEST_BYTES;
@@ -57,7 +57,7 @@ struct Answer {
 
 pub(super) struct Served {
     id: ConnectionId,
-    stream: TcpStream,
+    socket: Socket,
     inbox: [u8; INBOX_BYTES],
     inbox_filled: usize,
     queue: VecDeque<ReadRequest>,
@@ -66,23 +66,21 @@ pub(super) struct Served {
     pages: Vec<PageId>,
     /// When the answer's last byte was taken, or it was begun.
     moved_at: Nanos,
-    pub(super) interest: Interest,
     /// The epoll has said that there is something to read.
     pub(super) readable: bool,
 }
 
 impl Served {
-    pub(super) fn new(id: ConnectionId, stream: TcpStream) -> Self {
+    pub(super) fn new(id: ConnectionId, socket: Socket) -> Self {
         Served {
             id,
-            stream,
+            socket,
             inbox: [0; INBOX_BYTES],
             inbox_filled: 0,
             queue: VecDeque::new(),
             answer: None,
             pages: Vec::new(),
             moved_at: Nanos(0),
-            interest: Interest::Read,
             readable: false,
         }
     }
@@ -91,8 +89,13 @@ impl Served {
         self.id
     }
 
-    pub(super) fn socket(&self) -> RawFd {
-        self.stream.as_raw_fd()
+    /// Has the epoll wake for what this connection waits for.
+    pub(super) fn arm(&mut self) -> io::Result<()> {
+        self.socket.ask(if self.unanswered() > 0 {
+            Interest::ReadWrite
+        } else {
+            Interest::Read
+        })
     }
 
     /// Reads that came in and have not been answered whole.
@@ -146,7 +149,7 @@ impl Served {
 
     /// One read of the socket: at most 64 requests. What remains keeps the epoll ready.
     fn read_requests(&mut self, turn: &mut ServeTurn<'_>) -> Result<(), Close> {
-        let socket = self.stream.as_raw_fd();
+        let socket = self.socket.as_raw_fd();
         match sys::receive_bytes(socket, &mut self.inbox[self.inbox_filled..]) {
             Ok(0) => return Err(Close::Gone),
             Ok(count) => self.inbox_filled += count,
@@ -249,7 +252,7 @@ impl Served {
         let wanted = turn.list.bytes();
         // SAFETY: the list names the answer's head and pages that its guards keep from being
         // written or handed out (PROTOCOL P6).
-        let sent = match unsafe { sys::send(self.stream.as_raw_fd(), turn.list) } {
+        let sent = match unsafe { sys::send(self.socket.as_raw_fd(), turn.list) } {
             Ok(count) => count,
             Err(error) => match Trouble::from(error) {
                 Trouble::NotNow | Trouble::Again => return Ok(false),

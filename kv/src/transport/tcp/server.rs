@@ -5,7 +5,7 @@
 
 use super::served::{Close, ServeTurn, Served};
 use crate::pool::{PageId, PoolMemory};
-use crate::transport::sys::{self, Epoll, Interest, IoVecs, Timer};
+use crate::transport::sys::{Epoll, Interest, IoVecs, Socket, Timer};
 use kvserve_runtime::{ChannelId, Completed, CompletionSource, GuardToken, Nanos, Reap};
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -113,7 +113,7 @@ pub struct TcpReadServer {
     page_bytes: usize,
     config: ServerConfig,
     authority: Rc<RefCell<dyn ReadAuthority>>,
-    epoll: Epoll,
+    epoll: Rc<Epoll>,
     timer: Timer,
     /// By place; the epoll's token is the place.
     connections: Vec<Option<Box<Served>>>,
@@ -142,7 +142,7 @@ impl TcpReadServer {
             "pages of {page_bytes} bytes in a stride of {}",
             pool.page_stride()
         );
-        let epoll = Epoll::new()?;
+        let epoll = Rc::new(Epoll::new()?);
         let timer = Timer::new()?;
         epoll.set(timer.as_raw_fd(), Interest::Read, TIMER_TOKEN)?;
         Ok(TcpReadServer {
@@ -174,12 +174,11 @@ impl TcpReadServer {
                 format!("{CONNECTIONS_MAX} data connections on one shard; add prefill nodes"),
             ));
         }
-        sys::prepare(&stream, self.config.buffer_bytes)?;
-        self.epoll
-            .set(stream.as_raw_fd(), Interest::Read, place as u64)?;
+        let buffer_bytes = self.config.buffer_bytes;
+        let socket = Socket::new(stream, &self.epoll, place as u64, buffer_bytes)?;
         let id = ConnectionId(self.next_id);
         self.next_id += 1;
-        let served = Some(Box::new(Served::new(id, stream)));
+        let served = Some(Box::new(Served::new(id, socket)));
         if place == self.connections.len() {
             self.connections.push(served);
         } else {
@@ -261,7 +260,6 @@ impl TcpReadServer {
                     *counter += 1;
                     let id = served.id();
                     served.give_back(&mut *authority);
-                    // Closing takes it out of the epoll too.
                     self.connections[place] = None;
                     authority.closed(id);
                 }
@@ -286,22 +284,11 @@ impl CompletionSource for TcpReadServer {
 
     fn arm(&mut self) -> Option<RawFd> {
         let mut wake: Option<Nanos> = None;
-        for (place, entry) in self.connections.iter_mut().enumerate() {
-            let Some(served) = entry.as_deref_mut() else {
-                continue;
-            };
-            let interest = if served.unanswered() > 0 {
-                Interest::ReadWrite
-            } else {
-                Interest::Read
-            };
+        for served in self.connections.iter_mut().flatten() {
             let mut at = served.stalls_at(&self.config);
-            if served.interest != interest {
-                match self.epoll.set(served.socket(), interest, place as u64) {
-                    Ok(()) => served.interest = interest,
-                    // Out of kernel memory: be polled again at once rather than sleep on it.
-                    Err(_) => at = Some(Nanos(0)),
-                }
+            if served.arm().is_err() {
+                // Out of kernel memory: be polled again at once rather than sleep on it.
+                at = Some(Nanos(0));
             }
             if let Some(at) = at {
                 wake = Some(wake.map_or(at, |wake| wake.min(at)));
