@@ -189,5 +189,5 @@ fn smollm2_in_bf16() {
 }
 
 fn smollm2() -> Option<PathBuf> {
-    std::env::var_os("SMOL").map(PathBuf::from)
+    kvserve_model::testing::smollm2_path()
 }
