@@ -84,7 +84,7 @@ fn check_top(case: &Case, step: usize, sampled: &Sampled, tolerance: impl Fn(f64
 fn check_f32(model: &Model, cases: &[Case]) {
     for isa in Isa::available() {
         let mut engine = engine(model, KvDtype::F32, isa);
-        // Plain Rust is slow: the two shortest prompts show what is to be shown.
+        // Plain Rust is slow: the first prompts show what is to be shown.
         let count = if isa.name() == "portable" {
             2
         } else {
@@ -189,5 +189,5 @@ fn smollm2_in_bf16() {
 }
 
 fn smollm2() -> Option<PathBuf> {
-    std::env::var_os("SMOL").map(PathBuf::from)
+    kvserve_model::testing::smollm2_path()
 }

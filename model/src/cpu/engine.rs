@@ -243,7 +243,7 @@ impl CpuEngine {
         self.model.streamed_bytes()
     }
 
-    /// Signs of life to give once a layer, so that a long step does not look like a dead lane.
+    /// Signs of life to give several times a layer, so that a long step does not look like a dead lane.
     pub fn set_pulse(&mut self, pulse: Arc<LanePulse>) {
         self.pulse = Some(pulse);
     }

@@ -94,7 +94,8 @@ pub(crate) struct Forward<'a> {
     pub work: &'a Workspace,
     pub pass: &'a Pass,
     pub step: &'a Step,
-    /// Signs of life, given by the leader once a layer.
+    /// Signs of life, given by the leader with each part of a product that it takes: at 576 rows
+    /// and the slowest instruction set a layer may take a second.
     pub pulse: Option<&'a LanePulse>,
 }
 
@@ -112,9 +113,6 @@ impl Forward<'_> {
         unsafe {
             self.embed(member);
             for (index, layer) in self.model.layers.iter().enumerate() {
-                if let (0, Some(pulse)) = (member.index, self.pulse) {
-                    pulse.advance();
-                }
                 self.norm::<S>(member, &layer.attention_norm);
                 self.query_key_value::<S>(member, own, layer);
                 self.rotate_and_store(member, layer, index);
@@ -189,7 +187,10 @@ impl Forward<'_> {
     }
 
     /// Claims groups of `total` for this phase: four at a time feed four independent sums.
-    fn claim_groups(member: &Member<'_>, total: usize) -> Option<Range<usize>> {
+    fn claim_groups(&self, member: &Member<'_>, total: usize) -> Option<Range<usize>> {
+        if let (0, Some(pulse)) = (member.index, self.pulse) {
+            pulse.advance();
+        }
         member.claim(total, 4)
     }
 
@@ -201,7 +202,7 @@ impl Forward<'_> {
             (&layer.value, &work.value),
         ];
         let total = parts.iter().map(|(matrix, _)| matrix.groups()).sum();
-        while let Some(claimed) = Self::claim_groups(member, total) {
+        while let Some(claimed) = self.claim_groups(member, total) {
             let mut before = 0;
             for (matrix, out) in parts {
                 let own_start = claimed.start.clamp(before, before + matrix.groups()) - before;
@@ -295,7 +296,7 @@ impl Forward<'_> {
         matrix: &Matrix,
         from: &Rows,
     ) {
-        while let Some(groups) = Self::claim_groups(member, matrix.groups()) {
+        while let Some(groups) = self.claim_groups(member, matrix.groups()) {
             let x = input(from, self.rows());
             let out = output(&self.work.residual, SumMode::Add);
             // SAFETY: the claimed outputs of the residual are ours; `from` is quiet.
@@ -306,7 +307,7 @@ impl Forward<'_> {
 
     unsafe fn gate_and_up<S: Lanes>(&self, member: &Member<'_>, own: &mut Own, layer: &Layer) {
         let work = self.work;
-        while let Some(groups) = Self::claim_groups(member, layer.gate.groups()) {
+        while let Some(groups) = self.claim_groups(member, layer.gate.groups()) {
             let x = input(&work.normed, self.rows());
             let panel = own.panel.as_mut_slice();
             // SAFETY: the claimed outputs of both are ours; `normed` is quiet.
@@ -349,7 +350,7 @@ impl Forward<'_> {
             }
         }
         member.barrier();
-        while let Some(groups) = Self::claim_groups(member, head.groups()) {
+        while let Some(groups) = self.claim_groups(member, head.groups()) {
             let x = input(&work.normed, which.len());
             let out = output(&work.logits, SumMode::Store);
             // SAFETY: the claimed logits are ours; `normed` is quiet.

@@ -65,6 +65,9 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     /// Column groups (of 16) of the largest register block.
     const MICRO_GROUPS: usize;
 
+    /// Column groups at once when a single row meets packed weights: 1, 2 or 4.
+    const DIRECT_GROUPS: usize;
+
     /// Runs an op compiled for this instruction set.
     unsafe fn enter<O: Op>(op: O) -> O::Out;
     /// Runs the register block of `rows <= MICRO_ROWS` and `groups <= MICRO_GROUPS`.
@@ -103,6 +106,10 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     unsafe fn lowest(nibbles: Self::Nibbles) -> Self::V;
     /// Drops the lowest nibble of each lane.
     unsafe fn next(nibbles: Self::Nibbles) -> Self::Nibbles;
+
+    /// Asks for a cache line that will be read soon; any address may be given.
+    #[inline(always)]
+    unsafe fn prefetch(_line: *const u8) {}
 
     /// Writes the transpose of a 16 x 16 block.
     #[inline(always)]

@@ -30,6 +30,7 @@ impl Lanes for Avx2 {
     // 6 rows x 2 registers of sums, 2 of weights, 1 broadcast: 15 of 16 registers.
     const MICRO_ROWS: usize = 6;
     const MICRO_GROUPS: usize = 1;
+    const DIRECT_GROUPS: usize = 2;
 
     #[inline(always)]
     unsafe fn enter<O: Op>(op: O) -> O::Out {
@@ -38,6 +39,11 @@ impl Lanes for Avx2 {
 
     unsafe fn micro(args: MicroArgs, rows: usize, groups: usize) {
         dispatch_micro!(Self, args, rows, groups, [1 2 3 4 5 6], [1])
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(line: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(line.cast());
     }
 
     #[inline(always)]

@@ -31,6 +31,7 @@ impl Lanes for Avx512 {
     // 12 rows x 2 registers of sums, 2 of weights, the broadcasts: 28 of 32 registers.
     const MICRO_ROWS: usize = 12;
     const MICRO_GROUPS: usize = 2;
+    const DIRECT_GROUPS: usize = 4;
 
     #[inline(always)]
     unsafe fn enter<O: Op>(op: O) -> O::Out {
@@ -39,6 +40,11 @@ impl Lanes for Avx512 {
 
     unsafe fn micro(args: MicroArgs, rows: usize, groups: usize) {
         dispatch_micro!(Self, args, rows, groups, [1 2 3 4 5 6 7 8 9 10 11 12], [1 2])
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(line: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(line.cast());
     }
 
     #[inline(always)]
@@ -150,9 +156,8 @@ impl Lanes for Avx512 {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
         let mut a = [_mm512_setzero_ps(); 16];
         let mut b = a;
-        #[allow(clippy::needless_range_loop, reason = "the same row of two arrays")]
-        for row in 0..16 {
-            a[row] = _mm512_loadu_ps(from.add(row * from_stride));
+        for (row, value) in a.iter_mut().enumerate() {
+            *value = _mm512_loadu_ps(from.add(row * from_stride));
         }
         // Within 128-bit lanes: pairs of rows, then fours.
         for i in 0..8 {

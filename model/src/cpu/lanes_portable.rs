@@ -22,6 +22,7 @@ impl Lanes for Portable {
     // Two rows of sixteen lanes are eight SSE registers, half of what x86-64 has.
     const MICRO_ROWS: usize = 2;
     const MICRO_GROUPS: usize = 1;
+    const DIRECT_GROUPS: usize = 1;
 
     #[inline(always)]
     unsafe fn enter<O: Op>(op: O) -> O::Out {

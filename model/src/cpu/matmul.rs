@@ -61,14 +61,20 @@ pub(crate) unsafe fn multiply<S: Lanes>(
 /// # Safety
 /// As [`multiply`].
 unsafe fn multiply_direct<S: Lanes>(matrix: &Matrix, groups: Range<usize>, x: Input, out: Output) {
+    // One row has few sums: more groups keep the multipliers busy, as far as registers reach.
+    let groups_max = match x.rows {
+        0 => return,
+        1 => S::DIRECT_GROUPS,
+        _ => S::MICRO_GROUPS,
+    };
     let mut group = groups.start;
-    // SAFETY: as `multiply`; each call takes groups below the end.
+    // SAFETY: as `multiply`; each call takes at most the groups that are left.
     unsafe {
         while group < groups.end {
-            let left = groups.end - group;
-            group += match (x.rows, left) {
-                (0, _) => left,
+            let count = (groups.end - group).min(groups_max);
+            group += match (x.rows, count) {
                 (1, 4..) => direct::<S, 1, 4>(matrix, group, x, out),
+                (1, 2..) => direct::<S, 1, 2>(matrix, group, x, out),
                 (1, _) => direct::<S, 1, 1>(matrix, group, x, out),
                 (2, 2..) => direct::<S, 2, 2>(matrix, group, x, out),
                 (2, _) => direct::<S, 2, 1>(matrix, group, x, out),
@@ -96,6 +102,7 @@ unsafe fn direct<S: Lanes, const R: usize, const G: usize>(
             packing: matrix.packing,
             groups,
             inputs: matrix.inputs,
+            group_bytes: matrix.group_bytes,
             x: x.start,
             x_stride: x.stride,
             out: out.start.add(group * GROUP),
@@ -157,6 +164,7 @@ unsafe fn unpack<S: Lanes>(matrix: &Matrix, group: usize, count: usize, panel: *
                 packing,
                 groups,
                 inputs,
+                group_bytes: matrix.group_bytes,
                 panel,
             });
         } else {
@@ -166,6 +174,7 @@ unsafe fn unpack<S: Lanes>(matrix: &Matrix, group: usize, count: usize, panel: *
                 packing,
                 groups,
                 inputs,
+                group_bytes: matrix.group_bytes,
                 panel,
             });
         }
@@ -237,6 +246,7 @@ struct Direct<const R: usize, const G: usize> {
     packing: Packing,
     groups: [*const u8; G],
     inputs: usize,
+    group_bytes: usize,
     x: *const f32,
     x_stride: usize,
     out: *mut f32,
@@ -279,7 +289,13 @@ impl<const R: usize, const G: usize> Op for Direct<R, G> {
                 x: self.x,
                 x_stride: self.x_stride,
             };
-            widen::<S, G>(self.packing, self.groups, self.inputs, &mut sums);
+            widen::<S, G>(
+                self.packing,
+                self.groups,
+                self.inputs,
+                self.group_bytes,
+                &mut sums,
+            );
             finish::<S, R, G>(sums.sums, self.out, self.out_stride, self.mode);
         }
     }

@@ -62,7 +62,7 @@ pub(crate) struct Matrix {
     pub outputs: usize,
     pub inputs: usize,
     pub packing: Packing,
-    group_bytes: usize,
+    pub group_bytes: usize,
     bytes: Aligned<u8>,
 }
 
@@ -198,7 +198,21 @@ pub(crate) trait Visit<S: Lanes, const G: usize> {
     unsafe fn visit(&mut self, input: usize, weights: [S::V; G]);
 }
 
-/// Widens the weights of `G` groups input by input, in order.
+/// Asks for the lines of a block `ahead` bytes after `at`. Groups are a few KiB each, so the
+/// processor's own prefetcher starts anew at every one; this has the next ones on their way
+/// while the present ones are computed.
+///
+/// # Safety
+/// [`Lanes`]; the address may lie anywhere.
+#[inline(always)]
+unsafe fn prefetch_block<S: Lanes>(at: *const u8, block_bytes: usize, ahead: usize) {
+    for line in (0..block_bytes).step_by(64) {
+        // SAFETY: a prefetch touches nothing.
+        unsafe { S::prefetch(at.wrapping_add(ahead + line)) }
+    }
+}
+
+/// Widens the weights of `G` groups input by input, in order. `group_bytes` is the matrix's.
 ///
 /// # Safety
 /// `groups` are groups of a matrix with this packing and at least `inputs` inputs; [`Lanes`].
@@ -207,32 +221,53 @@ pub(crate) unsafe fn widen<S: Lanes, const G: usize>(
     packing: Packing,
     groups: [*const u8; G],
     inputs: usize,
+    group_bytes: usize,
     visit: &mut impl Visit<S, G>,
 ) {
+    let ahead = G * group_bytes;
     // SAFETY: every load stays within the group by the layouts of the module docs.
     unsafe {
         match packing {
             Packing::F32 => {
                 for k in 0..inputs {
-                    let w = groups.map(|group| S::load(group.cast::<f32>().add(k * GROUP)));
+                    let w = groups.map(|group| {
+                        let at = group.cast::<f32>().add(k * GROUP);
+                        prefetch_block::<S>(at.cast(), GROUP * 4, ahead);
+                        S::load(at)
+                    });
                     visit.visit(k, w);
                 }
             }
             Packing::F16 => {
                 for k in 0..inputs {
-                    let w = groups.map(|group| S::load_f16(group.cast::<u16>().add(k * GROUP)));
+                    let w = groups.map(|group| {
+                        let at = group.cast::<u16>().add(k * GROUP);
+                        if k % 2 == 0 {
+                            prefetch_block::<S>(at.cast(), GROUP * 4, ahead);
+                        }
+                        S::load_f16(at)
+                    });
                     visit.visit(k, w);
                 }
             }
             Packing::Bf16 => {
                 for k in 0..inputs {
-                    let w = groups.map(|group| S::load_bf16(group.cast::<u16>().add(k * GROUP)));
+                    let w = groups.map(|group| {
+                        let at = group.cast::<u16>().add(k * GROUP);
+                        if k % 2 == 0 {
+                            prefetch_block::<S>(at.cast(), GROUP * 4, ahead);
+                        }
+                        S::load_bf16(at)
+                    });
                     visit.visit(k, w);
                 }
             }
             Packing::Q8 => {
                 for block in 0..inputs / BLOCK {
                     let at = groups.map(|group| group.add(block * Q8_BLOCK_BYTES));
+                    for at in at {
+                        prefetch_block::<S>(at, Q8_BLOCK_BYTES, ahead);
+                    }
                     let scale = at.map(|at| S::load_f16(at.cast()));
                     for k in 0..BLOCK {
                         let w = std::array::from_fn(|g| {
@@ -246,6 +281,9 @@ pub(crate) unsafe fn widen<S: Lanes, const G: usize>(
             Packing::Q4 => {
                 for block in 0..inputs / BLOCK {
                     let at = groups.map(|group| group.add(block * Q4_BLOCK_BYTES));
+                    for at in at {
+                        prefetch_block::<S>(at, Q4_BLOCK_BYTES, ahead);
+                    }
                     let scale = at.map(|at| S::load_f16(at.cast()));
                     let minimum = at.map(|at| S::load_f16(at.add(GROUP * 2).cast()));
                     for word in 0..BLOCK / 8 {
@@ -272,6 +310,7 @@ pub(crate) struct Unpack<const G: usize> {
     pub packing: Packing,
     pub groups: [*const u8; G],
     pub inputs: usize,
+    pub group_bytes: usize,
     pub panel: *mut f32,
 }
 
@@ -295,6 +334,14 @@ impl<const G: usize> Op for Unpack<G> {
     unsafe fn run<S: Lanes>(self) {
         let mut store = StorePanel(self.panel);
         // SAFETY: the op's contract is that of `widen`, and the panel has `inputs * G * 16` places.
-        unsafe { widen::<S, G>(self.packing, self.groups, self.inputs, &mut store) }
+        unsafe {
+            widen::<S, G>(
+                self.packing,
+                self.groups,
+                self.inputs,
+                self.group_bytes,
+                &mut store,
+            )
+        }
     }
 }

@@ -20,6 +20,8 @@ mod elementwise;
 mod engine;
 mod forward;
 mod isa;
+#[cfg(test)]
+mod kernel_tests;
 mod lane;
 mod lanes;
 #[cfg(target_arch = "x86_64")]

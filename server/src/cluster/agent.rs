@@ -40,6 +40,7 @@ impl Agent {
         NodeReport {
             role: node.role as u8,
             ready: !node.readiness.draining() && !worn_out,
+            paired: node.role != Role::Decode || node.has_prefill_peer(),
             unfinished: node.unfinished() as u32,
             queued: (node.admission.queued() + node.core.load().queued) as u32,
             pages_free: counts.free as u32,
@@ -54,7 +55,7 @@ impl Agent {
 /// Reports to every proxy, and keeps `/ready` true, until the shard ends. A report also goes
 /// out within 50 ms of a proxy's session coming up.
 pub async fn report(node: Rc<NodeContext>, agent: Agent) {
-    let mut sent: BTreeMap<String, (u64, Nanos, bool)> = BTreeMap::new();
+    let mut sent: BTreeMap<String, (u64, Nanos, (bool, bool))> = BTreeMap::new();
     loop {
         let now = node.shard.now();
         if let Some(peers) = node.peers.get() {
@@ -66,9 +67,9 @@ pub async fn report(node: Rc<NodeContext>, agent: Agent) {
             for proxy in proxies {
                 let report = agent.report(&node);
                 let due = match sent.get(&proxy.node_id) {
-                    Some((incarnation, at, ready)) => {
+                    Some((incarnation, at, standing)) => {
                         *incarnation != proxy.incarnation
-                            || *ready != report.ready
+                            || *standing != (report.ready, report.paired)
                             || now.since(*at) >= REPORT_EVERY
                     }
                     None => true,
@@ -79,7 +80,8 @@ pub async fn report(node: Rc<NodeContext>, agent: Agent) {
                         .send_app(&proxy.node_id, KIND_REPORT, report.encode())
                         .is_ok()
                 {
-                    let entry = (proxy.incarnation, now, report.ready);
+                    let standing = (report.ready, report.paired);
+                    let entry = (proxy.incarnation, now, standing);
                     sent.insert(proxy.node_id.clone(), entry);
                 }
             }

@@ -12,6 +12,9 @@ pub struct NodeReport {
     pub role: u8,
     /// Whether it admits work.
     pub ready: bool,
+    /// Whether it can migrate now: a decode node that a prefill node is up for, and every other
+    /// node.
+    pub paired: bool,
     /// Requests (or prefills for peers) it works on.
     pub unfinished: u32,
     /// Of them, those that wait.
@@ -69,6 +72,7 @@ impl NodeReport {
         let mut out = Vec::with_capacity(32 + self.model.len() + self.peer_address.len());
         out.push(self.role);
         out.push(self.ready as u8);
+        out.push(self.paired as u8);
         for value in [
             self.unfinished,
             self.queued,
@@ -92,11 +96,8 @@ impl NodeReport {
         (|| {
             let report = NodeReport {
                 role: reader.u8().filter(|role| (1..=3).contains(role))?,
-                ready: match reader.u8()? {
-                    0 => false,
-                    1 => true,
-                    _ => return None,
-                },
+                ready: reader.flag()?,
+                paired: reader.flag()?,
                 unfinished: reader.u32()?,
                 queued: reader.u32()?,
                 pages_free: reader.u32()?,
@@ -177,6 +178,14 @@ impl Reader<'_> {
         self.take().map(u8::from_le_bytes)
     }
 
+    fn flag(&mut self) -> Option<bool> {
+        match self.u8()? {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        }
+    }
+
     fn u16(&mut self) -> Option<u16> {
         self.take().map(u16::from_le_bytes)
     }
@@ -204,6 +213,7 @@ mod tests {
         NodeReport {
             role: 3,
             ready: true,
+            paired: false,
             unfinished: 1,
             queued: 2,
             pages_free: 3,

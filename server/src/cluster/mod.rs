@@ -2,7 +2,7 @@
 //! proxy keeps each for as long as it reports (a lease), and tells everybody who prefills.
 //!
 //! ```text
-//!   node ── Report every 500 ms ──▶ proxy (keeps it 2 s)
+//!   node ── Report every 500 ms ──▶ proxy (keeps it 3 s)
 //!   node ◀── Roster of prefill nodes, on change and every second ── proxy
 //! ```
 //! The proxy holds no state that safety needs (PROTOCOL R7): after a restart nodes report again
@@ -24,7 +24,7 @@ pub const KIND_ROSTER: u16 = 2;
 
 /// How often a node reports.
 pub const REPORT_EVERY: Duration = Duration::from_millis(500);
-/// How long a report is believed: four of them may be lost.
-pub const REPORT_TTL: Duration = Duration::from_secs(2);
+/// How long a report is believed: as long as a silent peer is (PROTOCOL S3); five may be lost.
+pub const REPORT_TTL: Duration = Duration::from_secs(3);
 /// How often the roster is told although nothing changed.
 pub const ROSTER_EVERY: Duration = Duration::from_secs(1);

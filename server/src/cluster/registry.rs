@@ -4,6 +4,7 @@ use super::REPORT_TTL;
 use super::codec::{NodeReport, Roster, RosterEntry};
 use kvserve_runtime::Nanos;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// Nodes the proxy keeps at most; beyond it new ones are refused (and logged by the caller).
 const NODES_MAX: usize = 1024;
@@ -55,6 +56,14 @@ impl Registry {
         true
     }
 
+    /// The proxy itself stood still for `span`: reports that came meanwhile still lie in its
+    /// sockets, so no node is older for it (PROTOCOL S4).
+    pub fn forgive(&mut self, span: Duration) {
+        for node in self.nodes.values_mut() {
+            node.reported_at = node.reported_at.after(span);
+        }
+    }
+
     /// Drops nodes whose last report is too old; true if any was.
     pub fn expire(&mut self, now: Nanos) -> bool {
         let before = self.nodes.len();
@@ -90,12 +99,15 @@ impl Registry {
                 .values()
                 .any(|node| node.report.role == role && node.report.ready)
         };
-        if ready(1) || (ready(2) && ready(3)) {
-            None
-        } else if !ready(3) {
-            Some("no ready decode node has joined")
-        } else {
-            Some("no ready prefill node has joined")
+        let paired = self
+            .nodes
+            .values()
+            .any(|node| node.report.role == 3 && node.report.ready && node.report.paired);
+        match (ready(1), ready(3), ready(2), paired) {
+            (true, _, _, _) | (_, true, true, true) => None,
+            (false, false, _, _) => Some("no ready decode node has joined"),
+            (false, true, false, _) => Some("no ready prefill node has joined"),
+            (false, true, true, false) => Some("no decode node has reached a prefill node yet"),
         }
     }
 }
@@ -108,6 +120,7 @@ mod tests {
         NodeReport {
             role,
             ready: true,
+            paired: true,
             unfinished: 0,
             queued: 0,
             pages_free: 0,
@@ -127,8 +140,19 @@ mod tests {
         registry.report(Nanos(0), "p", 1, "u", report(2));
         assert_eq!(registry.missing(), None);
         assert_eq!(registry.roster().prefill.len(), 1);
+        let unpaired = NodeReport {
+            paired: false,
+            ..report(3)
+        };
+        registry.report(Nanos(1), "d", 1, "u", unpaired);
+        assert!(
+            registry
+                .missing()
+                .is_some_and(|text| text.contains("reached"))
+        );
         registry.report(Nanos(1_500_000_000), "h", 1, "u", report(1));
-        registry.expire(Nanos(2_000_000_000));
+        registry.expire(Nanos(3_500_000_000));
+        assert_eq!(registry.nodes().count(), 1);
         assert_eq!(registry.missing(), None);
     }
 
@@ -137,8 +161,10 @@ mod tests {
         let mut registry = Registry::default();
         assert!(registry.report(Nanos(0), "p", 7, "u", report(2)));
         assert!(!registry.report(Nanos(1), "p", 6, "u", report(2)));
-        assert!(!registry.expire(Nanos(1_999_999_999)));
-        assert!(registry.expire(Nanos(2_000_000_000)));
+        assert!(!registry.expire(Nanos(2_999_999_999)));
+        registry.forgive(Duration::from_secs(2));
+        assert!(!registry.expire(Nanos(4_999_999_999)));
+        assert!(registry.expire(Nanos(5_000_000_000)));
         assert_eq!(registry.nodes().count(), 0);
     }
 }

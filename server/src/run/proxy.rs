@@ -39,6 +39,9 @@ use std::time::Duration;
 /// After the drain's own deadline (the longest request), cut connections end within this.
 const DRAIN_EXTRA: Duration = Duration::from_secs(1);
 
+/// A turn of the registry's loop that is later than this was a stall of the proxy itself.
+const STALL: Duration = Duration::from_millis(250);
+
 /// How often a shard looks whether nodes have come or gone.
 const SYNC_EVERY: Duration = Duration::from_millis(20);
 
@@ -300,9 +303,16 @@ fn start_cluster(shard: &Shard, hub: &Hub, shared: &Shared) -> Result<(), String
 
 /// Expires silent nodes and repeats the roster, until the shard ends.
 async fn keep(cluster: Rc<Cluster>) {
+    let period = ROSTER_EVERY / 2;
+    let mut turned = cluster.shard.now();
     loop {
-        cluster.shard.sleep(ROSTER_EVERY / 2).await;
+        cluster.shard.sleep(period).await;
         let now = cluster.shard.now();
+        let stood_still = now.since(turned).saturating_sub(period);
+        turned = now;
+        if stood_still > STALL {
+            cluster.registry.borrow_mut().forgive(stood_still);
+        }
         if cluster.registry.borrow_mut().expire(now) {
             cluster.changed();
         }
