@@ -13,7 +13,7 @@ use hdrhistogram::Histogram;
 use kvserve_runtime::http::{Drain, HttpLimits, Response, StatusCode, handler, serve};
 use kvserve_runtime::net::TcpListener;
 use kvserve_runtime::shard::ShardHandle;
-use kvserve_runtime::{Deadline, Nanos, Shard, ShardConfig};
+use kvserve_runtime::{Deadline, Nanos, ShardConfig};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ fn start(address: SocketAddr, drain: Drain) -> std::io::Result<Started> {
         core: None,
     };
     let (tell, told) = std::sync::mpsc::channel();
-    let thread = Shard::launch(config, move |shard| async move {
+    let thread = kvserve_runtime::testing::launch(config, move |shard| async move {
         let listener = match TcpListener::bind(address, false) {
             Ok(listener) => listener,
             Err(error) => {

@@ -21,6 +21,7 @@ pub mod side_pool;
 pub mod signals;
 pub mod source;
 pub mod stages;
+pub mod testing;
 pub mod time;
 pub mod trace;
 

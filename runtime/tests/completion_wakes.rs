@@ -202,7 +202,7 @@ where
         core: None,
     };
     let (ended, wait) = std::sync::mpsc::channel();
-    let shard = Shard::launch(config, move |shard| async move {
+    let shard = kvserve_runtime::testing::launch(config, move |shard| async move {
         let knocking = shard.spawn(knocked());
         body(shard).await;
         drop(knocking);

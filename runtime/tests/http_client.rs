@@ -34,7 +34,7 @@ fn with_client<F: Future<Output = ()> + 'static>(
     limits: ClientLimits,
     body: impl FnOnce(Client, Shard) -> F + Send + 'static,
 ) {
-    let thread = Shard::launch(config("client-test"), move |shard| {
+    let thread = kvserve_runtime::testing::launch(config("client-test"), move |shard| {
         let client = Client::new(shard.clone(), limits);
         body(client, shard)
     });

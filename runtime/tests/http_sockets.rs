@@ -21,7 +21,7 @@ fn pattern(at: usize) -> u8 {
 fn with_pair<F: Future<Output = ()> + 'static>(
     body: impl FnOnce(Shard, Rc<TcpStream>, Rc<TcpStream>) -> F + Send + 'static,
 ) {
-    let thread = Shard::launch(config("socket-test"), move |shard| async move {
+    let thread = kvserve_runtime::testing::launch(config("socket-test"), move |shard| async move {
         let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), true).unwrap();
         let address = listener.local_addr().unwrap();
         let connecting = shard.spawn(async move { TcpStream::connect(address).await.unwrap() });
@@ -117,20 +117,21 @@ fn a_dropped_socket_is_closed_even_if_its_shard_ends_at_once() {
     for way in ["drop", "reset"] {
         let plain = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = plain.local_addr().unwrap();
-        let thread = Shard::launch(config("socket-test"), move |shard| async move {
-            let stream = Rc::new(TcpStream::connect(address).await.unwrap());
-            let reading = {
-                let stream = stream.clone();
-                shard.spawn(async move { stream.read(&mut [0; 16]).await.is_ok() })
-            };
-            // The read's registration is out; then everything goes at once.
-            shard.sleep(Duration::from_millis(20)).await;
-            if way == "reset" {
-                stream.reset();
-            }
-            drop(reading);
-            drop(stream);
-        });
+        let thread =
+            kvserve_runtime::testing::launch(config("socket-test"), move |shard| async move {
+                let stream = Rc::new(TcpStream::connect(address).await.unwrap());
+                let reading = {
+                    let stream = stream.clone();
+                    shard.spawn(async move { stream.read(&mut [0; 16]).await.is_ok() })
+                };
+                // The read's registration is out; then everything goes at once.
+                shard.sleep(Duration::from_millis(20)).await;
+                if way == "reset" {
+                    stream.reset();
+                }
+                drop(reading);
+                drop(stream);
+            });
         let (mut peer, _) = plain.accept().unwrap();
         thread.unwrap().join().unwrap();
         peer.set_read_timeout(Some(http_support::PATIENCE)).unwrap();
@@ -144,7 +145,7 @@ fn a_dropped_socket_is_closed_even_if_its_shard_ends_at_once() {
 
 #[test]
 fn a_dropped_listener_refuses_at_once() {
-    let thread = Shard::launch(config("socket-test"), move |shard| async move {
+    let thread = kvserve_runtime::testing::launch(config("socket-test"), move |shard| async move {
         let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), false).unwrap();
         let address = listener.local_addr().unwrap();
         // Begin to wait for a connection, and let the kernel know of it.

@@ -7,7 +7,7 @@ mod http_support;
 use http_support::{PATIENCE, config};
 use kvserve_runtime::http::{Drain, HttpLimits, Response, StatusCode, handler, serve};
 use kvserve_runtime::net::UnixListener;
-use kvserve_runtime::{Deadline, Nanos, Shard};
+use kvserve_runtime::{Deadline, Nanos};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -37,7 +37,7 @@ fn it_serves_with_mode_600_and_removes_its_file() {
     let (tell, told) = std::sync::mpsc::channel();
     let thread = {
         let (path, drain) = (path.clone(), drain.clone());
-        Shard::launch(config("unix-test"), move |shard| async move {
+        kvserve_runtime::testing::launch(config("unix-test"), move |shard| async move {
             let listener = UnixListener::bind(&path).unwrap();
             tell.send(()).unwrap();
             let app = handler(|request| async move {
@@ -72,7 +72,7 @@ fn a_stale_file_is_replaced_a_live_one_is_not() {
     let file = folder.0.join("file");
     std::fs::write(&file, b"precious").unwrap();
     let paths = (stale, live.clone(), file.clone());
-    let thread = Shard::launch(config("unix-test"), move |_| async move {
+    let thread = kvserve_runtime::testing::launch(config("unix-test"), move |_| async move {
         assert!(UnixListener::bind(&paths.0).is_ok());
         for path in [&paths.1, &paths.2] {
             let error = UnixListener::bind(path).err().unwrap();

@@ -110,7 +110,7 @@ fn node(name: &str) -> Process {
     let (config, drain, live) = launch(name);
     let (tell, told) = std::sync::mpsc::channel();
     let (drain_there, live_there) = (drain.clone(), live.clone());
-    Shard::launch(config, move |shard| async move {
+    kvserve_runtime::testing::launch(config, move |shard| async move {
         let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), false).unwrap();
         tell.send(listener.local_addr().unwrap()).unwrap();
         let metrics = Arc::new(ApiMetrics::default());
@@ -160,7 +160,7 @@ fn proxy(nodes: &[SocketAddr]) -> Process {
             ready: true,
         })
         .collect();
-    Shard::launch(config, move |shard| async move {
+    kvserve_runtime::testing::launch(config, move |shard| async move {
         let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), false).unwrap();
         tell.send(listener.local_addr().unwrap()).unwrap();
         let mut table = NodeTable::default();

@@ -179,7 +179,7 @@ fn main() {
         name: "bench".into(),
         core: Some(0),
     };
-    let shard = Shard::launch(config, move |shard| measure(shard, rounds));
+    let shard = kvserve_runtime::testing::launch(config, move |shard| measure(shard, rounds));
     let shard = match shard {
         Ok(shard) => shard,
         Err(error) => {

@@ -38,7 +38,7 @@ where
         name: "peer-test".into(),
         core: None,
     };
-    let shard = Shard::launch(config, body).expect("a shard");
+    let shard = kvserve_runtime::testing::launch(config, body).expect("a shard");
     shard.join().expect("the test body");
 }
 

@@ -104,7 +104,7 @@ pub fn serve_app(limits: HttpLimits) -> Served {
     let (tell, told) = std::sync::mpsc::channel();
     let thread = {
         let (seen, drain) = (seen.clone(), drain.clone());
-        Shard::launch(config("http-test"), move |shard| async move {
+        kvserve_runtime::testing::launch(config("http-test"), move |shard| async move {
             let listener = TcpListener::bind(([127, 0, 0, 1], 0).into(), false).unwrap();
             tell.send(listener.local_addr().unwrap()).unwrap();
             let counters = Rc::new(HttpCounters::default());
