@@ -107,7 +107,9 @@ pub(super) async fn drive(
         let Some(peer) = node.choose_prefill(&tried) else {
             break;
         };
-        covers(node, out)?;
+        if attempts + busy_rounds > 0 {
+            covers(node, out)?;
+        }
         node.metrics.migrations_started.fetch_add(1, Relaxed);
         let number = attempts + busy_rounds + 1;
         let failure = match attempt_on(node, out, &peer, number).await? {
@@ -145,12 +147,15 @@ pub(super) async fn drive(
     }
     node.metrics.recomputes.fetch_add(1, Relaxed);
     out.stage.set(Stage::Prefill);
-    covers(node, out)?;
+    if attempts + busy_rounds > 0 {
+        covers(node, out)?;
+    }
     let sequence = compute_here(node, out)?;
     follow(out, sequence).await
 }
 
-/// A try is only begun if the time left covers what it will take (PROTOCOL R4).
+/// Another try is only begun if the time left covers what it will take (PROTOCOL R4). The first
+/// one always is: an estimate learned under load must not keep itself alive by refusing all.
 fn covers(node: &NodeContext, out: &RequestOut) -> Result<(), ServeError> {
     let tokens = out.request.prompt.len() + out.told();
     let estimate = node.estimate(tokens);
