@@ -80,15 +80,27 @@ fn a_hundred_thousand_round_trips_between_parking_shards() {
         }
     });
     let asking = launch("asking", move |_| async move {
-        let start = Nanos::now();
+        let mut spans = Vec::with_capacity(TRIPS as usize);
         for number in 0..TRIPS {
+            let start = Nanos::now();
             there.send(number, within(LONG)).await.unwrap();
             let answer = answers.recv_until(within(LONG)).await.unwrap();
             assert_eq!(answer, Some(number + 1));
+            spans.push(Nanos::now().since(start));
         }
-        Nanos::now().since(start) / TRIPS as u32
+        spans.sort_unstable();
+        spans
     });
-    println!("round trip {:?}", asking.join().unwrap());
+    let spans = asking.join().unwrap();
+    let at = |share: f64| spans[(share * (spans.len() - 1) as f64) as usize];
+    let slow = spans.iter().filter(|s| s.as_millis() >= 3).count();
+    println!(
+        "round trip p50 {:?}, p99 {:?}, p99.9 {:?}, max {:?}; {slow} of {TRIPS} took 3 ms or more",
+        at(0.5),
+        at(0.99),
+        at(0.999),
+        at(1.0)
+    );
     echo.join().unwrap();
 }
 

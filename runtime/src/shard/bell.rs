@@ -9,8 +9,8 @@
 //! Why not the executor's own cross-thread wakes: they queue a waker, then write to an eventfd
 //! that preempts. If the executor takes the waker before that write lands, the write is taken
 //! for the end of its time slice before anything ran, "nothing ran" for "nothing to run", and
-//! it parks with the woken task runnable (seen at once with 10^6 wakes). A descriptor that
-//! is polled like a socket does not preempt. Only [`Doorbell::wake_hard`] goes the other way,
+//! it parks with the woken task runnable (so its source reads; not measured apart). A descriptor
+//! that is polled like a socket does not preempt. Only [`Doorbell::wake_hard`] goes the other way,
 //! for a shard that does not answer its doorbell: its doorbell task may be the one that is
 //! runnable and not run.
 //!
