@@ -321,7 +321,11 @@ impl EngineCore {
             return Some(error.step);
         }
         let ended = completion.await;
-        let step = inner.backend.borrow_mut().collect();
+        // Steps end in order: ours is the last, after any whose waiter had given up before.
+        let mut step = None;
+        while let Some(ended) = inner.backend.borrow_mut().collect() {
+            step = Some(ended);
+        }
         match (ended, step) {
             (Ok(()), Some(step)) => {
                 let took = inner.shard.now().since(now);
