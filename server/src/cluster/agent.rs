@@ -217,9 +217,14 @@ impl PeerEvents for AgentEvents {
 
     fn refused(&self, address: SocketAddr, refusal: &Refusal) {
         if let Some(node) = self.node.upgrade() {
-            let text = format!("{refusal:?}");
-            node.log
-                .warn("handshake failed", &[("address", &address), ("why", &text)]);
+            let fields: [(&str, &dyn std::fmt::Display); 2] =
+                [("address", &address), ("why", &refusal.text)];
+            // Not there (yet): dialling goes on by itself.
+            if refusal.reason == RefuseReason::Disconnected {
+                node.log.info("peer not reached", &fields);
+            } else {
+                node.log.warn("handshake failed", &fields);
+            }
         }
     }
 }

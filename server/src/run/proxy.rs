@@ -431,10 +431,14 @@ impl PeerEvents for Events {
 
     fn refused(&self, address: SocketAddr, refusal: &Refusal) {
         if let Some(cluster) = self.0.upgrade() {
-            let text = format!("{refusal:?}");
-            cluster
-                .log
-                .warn("handshake failed", &[("address", &address), ("why", &text)]);
+            let fields: [(&str, &dyn std::fmt::Display); 2] =
+                [("address", &address), ("why", &refusal.text)];
+            // Not there (yet): dialling goes on by itself.
+            if refusal.reason == RefuseReason::Disconnected {
+                cluster.log.info("peer not reached", &fields);
+            } else {
+                cluster.log.warn("handshake failed", &fields);
+            }
         }
     }
 }
