@@ -4,6 +4,7 @@ use super::child::ChildSpec;
 use crate::cli::UpArgs;
 use crate::placement::allowed_cpus;
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::OpenOptionsExt;
@@ -166,14 +167,39 @@ fn join(cores: &[usize]) -> String {
     texts.join(",")
 }
 
-/// A loopback port that is free now.
+/// Ports tried before giving up.
+const PORT_TRIES_MAX: usize = 1000;
+/// Below it lie the ports of well-known services.
+const PORT_MIN: u16 = 10_000;
+
+/// A loopback port that is free now, below the range from which the kernel takes the ports of
+/// outgoing connections: a node that is started again must find its port free, and must not have
+/// it taken (or be connected to itself) by a peer that dials it meanwhile.
 ///
 /// # Errors
 /// A sentence for the user.
 pub fn free_port() -> Result<SocketAddr, String> {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .and_then(|listener| listener.local_addr())
-        .map_err(|error| format!("no free port on loopback: {error}"))
+    let end = outgoing_ports_begin().max(PORT_MIN + 1);
+    let random = RandomState::new();
+    for number in 0..PORT_TRIES_MAX {
+        let span = u64::from(end - PORT_MIN);
+        let port = PORT_MIN + (random.hash_one(number) % span) as u16;
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        if TcpListener::bind(address).is_ok() {
+            return Ok(address);
+        }
+    }
+    Err(format!(
+        "no free loopback port found from {PORT_MIN} to {end} in {PORT_TRIES_MAX} tries"
+    ))
+}
+
+/// The first port that the kernel gives to outgoing connections (32768 unless set otherwise).
+fn outgoing_ports_begin() -> u16 {
+    fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")
+        .ok()
+        .and_then(|text| text.split_whitespace().next()?.parse().ok())
+        .unwrap_or(32_768)
 }
 
 /// Makes a random cluster key in a private folder.
@@ -202,4 +228,17 @@ fn make_key() -> Result<PathBuf, String> {
         .map_err(failed)?;
     file.write_all(hex(&key[..32]).as_bytes()).map_err(failed)?;
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_ports_lie_below_those_of_outgoing_connections() {
+        for _ in 0..20 {
+            let port = free_port().unwrap().port();
+            assert!(port >= PORT_MIN && port < outgoing_ports_begin());
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use super::client::{get, post};
 use super::eventually;
 use serde_json::Value;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -65,15 +65,9 @@ pub struct Cluster {
     pub api: SocketAddr,
 }
 
-fn free_port() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("a free port")
-}
-
 impl Cluster {
     pub fn start(options: &Options) -> Cluster {
-        let api = free_port();
+        let api = kvserve::up::free_port().expect("a free port");
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvserve"));
         command.arg(options.command).arg(&options.model);
         match options.command {
