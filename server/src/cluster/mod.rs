@@ -2,7 +2,7 @@
 //! proxy keeps each for as long as it reports (a lease), and tells everybody who prefills.
 //!
 //! ```text
-//!   node ── Report every 500 ms ──▶ proxy (keeps it 3 s)
+//!   node ── Report every 500 ms ──▶ proxy (keeps it while the session lives, and 3 s)
 //!   node ◀── Roster of prefill nodes, on change and every second ── proxy
 //! ```
 //! The proxy holds no state that safety needs (PROTOCOL R7): after a restart nodes report again

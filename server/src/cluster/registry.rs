@@ -64,11 +64,12 @@ impl Registry {
         }
     }
 
-    /// Drops nodes whose last report is too old; true if any was.
-    pub fn expire(&mut self, now: Nanos) -> bool {
+    /// Drops nodes whose last report is too old and whose session is down (`session_is_up`
+    /// tells by node id; heartbeats keep it); true if any was.
+    pub fn expire(&mut self, now: Nanos, session_is_up: impl Fn(&str) -> bool) -> bool {
         let before = self.nodes.len();
         self.nodes
-            .retain(|_, node| now.since(node.reported_at) < REPORT_TTL);
+            .retain(|id, node| now.since(node.reported_at) < REPORT_TTL || session_is_up(id));
         self.nodes.len() != before
     }
 
@@ -151,8 +152,13 @@ mod tests {
                 .is_some_and(|text| text.contains("reached"))
         );
         registry.report(Nanos(1_500_000_000), "h", 1, "u", report(1));
-        registry.expire(Nanos(3_500_000_000));
-        assert_eq!(registry.nodes().count(), 1);
+        registry.expire(Nanos(3_500_000_000), |id| id == "p");
+        let left: Vec<_> = registry.nodes().map(|(id, _)| id).collect();
+        assert_eq!(
+            left,
+            ["h", "p"],
+            "the silent node without a session is gone"
+        );
         assert_eq!(registry.missing(), None);
     }
 
@@ -161,10 +167,10 @@ mod tests {
         let mut registry = Registry::default();
         assert!(registry.report(Nanos(0), "p", 7, "u", report(2)));
         assert!(!registry.report(Nanos(1), "p", 6, "u", report(2)));
-        assert!(!registry.expire(Nanos(2_999_999_999)));
+        assert!(!registry.expire(Nanos(2_999_999_999), |_| false));
         registry.forgive(Duration::from_secs(2));
-        assert!(!registry.expire(Nanos(4_999_999_999)));
-        assert!(registry.expire(Nanos(5_000_000_000)));
+        assert!(!registry.expire(Nanos(4_999_999_999), |_| false));
+        assert!(registry.expire(Nanos(5_000_000_000), |_| false));
         assert_eq!(registry.nodes().count(), 0);
     }
 }

@@ -313,7 +313,12 @@ async fn keep(cluster: Rc<Cluster>) {
         if stood_still > STALL {
             cluster.registry.borrow_mut().forgive(stood_still);
         }
-        if cluster.registry.borrow_mut().expire(now) {
+        let gone = {
+            let sessions = cluster.sessions.borrow();
+            let mut registry = cluster.registry.borrow_mut();
+            registry.expire(now, |id| sessions.contains_key(id))
+        };
+        if gone {
             cluster.changed();
         }
         cluster.tell_roster();
