@@ -23,11 +23,13 @@
 //!
 //! Each tick credits at most one period, whatever the clock says: a process that was frozen
 //! (SIGSTOP, a paused VM) and goes on has not stood still (PROTOCOL S4). Waiting for a peer is
-//! no standing still: such a shard answers its pings, and such a lane has no job.
+//! no standing still: such a shard answers its pings, and such a lane has no job. A process whose
+//! threads want to run and get no CPU is told as unhealthy, but not ended.
 
 mod config;
 mod health;
 mod listener;
+mod starved;
 mod thread;
 mod watch;
 

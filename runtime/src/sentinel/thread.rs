@@ -3,6 +3,7 @@
 use super::config::SentinelConfig;
 use super::health::{HealthView, StandingKind, Subject};
 use super::listener::HealthListener;
+use super::starved::a_thread_is_starved;
 use super::watch::{LaneReading, LaneWatch, ShardReading, ShardWatch};
 use crate::bridge::lock;
 use crate::lane::LanePulse;
@@ -243,7 +244,7 @@ fn abort_if_too_long(shared: &Shared, watched: &Watched, still: Duration) {
         Subjects::Shard(..) => ("shard", shared.config.shard_abort_after),
         Subjects::Lane(..) => ("engine lane", shared.config.lane_abort_after),
     };
-    if still > limit {
+    if still > limit && !a_thread_is_starved() {
         let standing = shared.health.standings();
         abort_process(&format!(
             "a watched {kind} has stood still for {still:?}, longer than {limit:?}; all: {standing:?}"
