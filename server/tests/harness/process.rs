@@ -2,6 +2,7 @@
 
 use super::client::{get, post};
 use super::eventually;
+use super::node::free_port;
 use serde_json::Value;
 use std::net::SocketAddr;
 use std::path::PathBuf;
