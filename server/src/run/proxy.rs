@@ -468,7 +468,7 @@ impl AdminPages for ProxyPages {
     }
 
     fn metrics(&self, out: &mut String) {
-        self.health.write_metrics("kvserve", out);
+        self.health.write_metrics("kvserve_", out);
     }
 
     fn debug(
