@@ -326,15 +326,16 @@ impl Node {
         );
     }
 
-    /// Resident memory in bytes.
+    /// Bytes of memory of its own: the pool (shared memory) is as large as it is from the start,
+    /// touched or not.
     pub fn resident(&self) -> u64 {
-        let text = fs::read_to_string(format!("/proc/{}/statm", self.pid())).expect("statm");
-        let pages: u64 = text
-            .split_whitespace()
-            .nth(1)
-            .and_then(|word| word.parse().ok())
-            .expect("resident pages");
-        pages * 4096
+        let text = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("status");
+        let kib: u64 = text
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"))
+            .and_then(|rest| rest.split_whitespace().next()?.parse().ok())
+            .expect("RssAnon");
+        kib * 1024
     }
 
     /// CPU time used so far.
