@@ -82,6 +82,8 @@ fn fault_17_a_hundred_restarts_on_the_same_address_under_load() {
 fn fault_17_an_older_life_of_a_node_is_told_so_and_not_heard() {
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let older = identity().local("twin", Role::Decode, "");
+    // Lives are told apart by their start, to 66 us.
+    std::thread::sleep(Duration::from_millis(1));
     let newer = identity().local("twin", Role::Decode, "");
     assert!(older.incarnation < newer.incarnation);
     let mut first = PeerEnd::dial(prefill.spec.peer, older.clone()).expect("the first life");

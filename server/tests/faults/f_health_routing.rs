@@ -77,11 +77,11 @@ const WEDGE_SEEN: Duration = Duration::from_secs(3);
 fn fault_39_a_wedged_shard_is_seen_while_the_other_serves() {
     let serve = Spec::new("serve", "serve").arg("--cores 0,1").start();
     assert_eq!(health(&serve).0, 200);
-    let stopped = StoppedThread::of(serve.pid(), "hybrid-shard-1")
+    let stopped = StoppedThread::of(serve.pid(), "serve-shard-1")
         .expect("this machine lets a parent stop a thread of its child");
     eventually("the wedged shard is told", WEDGE_SEEN, || {
         let (status, text) = health(&serve);
-        (status == 503 && text.contains("hybrid-shard-1")).then_some(())
+        (status == 503 && text.contains("serve-shard-1")).then_some(())
     });
     some_shard_answers(serve.api());
     drop(stopped);
