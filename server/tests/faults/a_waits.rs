@@ -1,8 +1,8 @@
 //! A: waits that nobody ends.
 
 use crate::harness::{
-    Act, Fleet, Flow, Liar, Node, Pair, PeerEnd, Spec, Way, eventually, free_port, get,
-    ids_of, ids_request, post_stream, post_with,
+    Act, Fleet, Flow, Liar, Node, Pair, PeerEnd, Spec, Way, eventually, free_port, get, ids_of,
+    ids_request, post_stream, post_with,
 };
 use crate::load::{Clients, typed_error};
 use crate::steps::{
@@ -10,10 +10,10 @@ use crate::steps::{
     reference, short_body,
 };
 use kvserve::cluster::{KIND_REPORT, NodeReport};
+use kvserve_kv::ChecksumMode;
 use kvserve_kv::checksum::checksum;
 use kvserve_kv::session::frame::{AbortReason, AttemptId, CommitOutcome, Frame, RefusedKind};
 use kvserve_kv::session::{RefuseReason, Role};
-use kvserve_kv::ChecksumMode;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -130,9 +130,8 @@ fn decode_frozen_for(span: Duration) {
             Act::Pass
         });
         let (api, request) = (pair.decode.api(), body.clone());
-        let client = std::thread::spawn(move || {
-            crate::harness::post(api, "/v1/completions", &request)
-        });
+        let client =
+            std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &request));
         eventually(name, WITHIN, || struck.load(SeqCst).then_some(()));
         // The prefill node does not wait for the thaw: a silent peer is dead after 3 s.
         pair.prefill.wait_restored(name, Duration::from_secs(8));
@@ -392,9 +391,11 @@ fn fault_12_the_decode_leg_fails_and_the_prefill_is_cancelled() {
     assert!(pair.decode.try_ask(&body).is_err(), "decode was killed");
     assert!(struck.load(SeqCst));
     // 100 ms and one step are promised; the bound is one of liveness.
-    eventually("nothing is computed for nobody", Duration::from_secs(2), || {
-        (pair.prefill.restored() && computes_nothing(&pair.prefill)).then_some(())
-    });
+    eventually(
+        "nothing is computed for nobody",
+        Duration::from_secs(2),
+        || (pair.prefill.restored() && computes_nothing(&pair.prefill)).then_some(()),
+    );
     pair.decode.restart();
     let short = short_body(5);
     let expected = reference(std::slice::from_ref(&short)).remove(0);
@@ -455,7 +456,9 @@ fn fake_api(leg: Leg, address: SocketAddr, stop: Arc<AtomicBool>) {
 
 #[test]
 fn fault_12_the_proxys_leg_fails_and_the_client_gets_a_typed_error() {
-    let proxy = Spec::new("proxy", "proxy").arg("--request-timeout 1500ms").start();
+    let proxy = Spec::new("proxy", "proxy")
+        .arg("--request-timeout 1500ms")
+        .start();
     for leg in [
         Leg::Refuses,
         Leg::Resets,
@@ -531,7 +534,12 @@ fn fault_13_full_queues_push_back_in_time_and_do_not_spin() {
         .map(|_| {
             let (api, body) = (serve.api(), short_body(2));
             std::thread::spawn(move || {
-                post_with(api, "/v1/completions", "x-kvserve-timeout-ms: 700\r\n", &body)
+                post_with(
+                    api,
+                    "/v1/completions",
+                    "x-kvserve-timeout-ms: 700\r\n",
+                    &body,
+                )
             })
         })
         .collect();
@@ -635,7 +643,10 @@ fn fault_16_no_shard_is_blocked_by_a_frozen_peer() {
     let pair = Pair::start();
     let metric = "kvserve_shard_stall_seconds_longest";
     let text = get(pair.decode.api(), "/metrics").expect("metrics").body;
-    assert!(text.contains(metric), "the watchdog reports its stalls:\n{text}");
+    assert!(
+        text.contains(metric),
+        "the watchdog reports its stalls:\n{text}"
+    );
     pair.prefill.signal(libc::SIGSTOP);
     let (api, body) = (pair.decode.api(), long_body(7));
     let client = std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &body));
@@ -644,7 +655,10 @@ fn fault_16_no_shard_is_blocked_by_a_frozen_peer() {
     while !client.is_finished() {
         let began = Instant::now();
         assert_eq!(get(api, "/health").expect("health").status, 200);
-        assert!(began.elapsed() < Duration::from_secs(1), "a shard stood still");
+        assert!(
+            began.elapsed() < Duration::from_secs(1),
+            "a shard stood still"
+        );
         served += 1;
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -671,5 +685,6 @@ fn fault_12_a_silent_cluster_is_a_typed_error_in_time() {
     );
     assert_eq!(typed_error(&answer).0, 504, "{}", answer.body);
     pair.relay.thaw();
-    pair.decode.wait_restored("after the 504", Duration::from_secs(3));
+    pair.decode
+        .wait_restored("after the 504", Duration::from_secs(3));
 }

@@ -1,15 +1,13 @@
 //! B: old identities after a restart.
 
-use crate::harness::{
-    Act, Fleet, Pair, PeerEnd, Spec, eventually, free_port, ids_of, tiny_qwen2,
-};
+use crate::harness::{Act, Fleet, Pair, PeerEnd, Spec, eventually, free_port, ids_of, tiny_qwen2};
 use crate::load::Clients;
 use crate::steps::{
     WITHIN, identity, long_body, migration_steps, pair_and_text, reference, short_body,
 };
+use kvserve_kv::session::Role;
 use kvserve_kv::session::frame::{Challenge, Frame, RefuseReason};
 use kvserve_kv::session::seal::{FrameStream, open_plain, plain};
-use kvserve_kv::session::Role;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering::SeqCst;
@@ -154,7 +152,9 @@ fn fault_20_a_peer_of_another_version_is_refused_with_a_reason_at_once() {
         let began = Instant::now();
         stream.write_all(&challenge(min, max)).expect("sent");
         let mut bytes = Vec::new();
-        stream.read_to_end(&mut bytes).expect("an answer, then the end");
+        stream
+            .read_to_end(&mut bytes)
+            .expect("an answer, then the end");
         let mut frames = FrameStream::new();
         frames.push(&bytes);
         let frame = frames.next_frame().expect("a frame").expect("a frame");
@@ -206,4 +206,20 @@ fn fault_17_after_a_restart_of_either_side_the_pair_works_within_one_back_off() 
         pair.serves_by_migration(&body, &expected, &format!("decode restart {round}"));
     }
     pair.wait_restored("after the restarts");
+}
+
+#[test]
+fn fault_17_a_node_that_was_killed_starts_again_on_its_ports_at_once() {
+    // The kernel lets the ports of a dead process go some milliseconds later.
+    let mut prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
+    for _ in 0..12 {
+        prefill.restart();
+    }
+    assert!(prefill.lives() && prefill.healthy());
+    // A second server on a port that is taken says so, and does not share it.
+    let mut second = Spec::new("serve", "second");
+    second.api = prefill.api();
+    let (code, text) = second.run_to_end();
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("in use"), "{text}");
 }

@@ -151,7 +151,9 @@ fn fault_24_forged_ids_are_refused_and_tables_stay_bounded() {
         }
         // Each question has its answer: COMMIT unknown, RELEASE taken.
         let outcome = end.wait_for("commit answer", |frame| match frame {
-            Frame::CommitAnswer { id: of, outcome, .. } if of == *id => Some(outcome),
+            Frame::CommitAnswer {
+                id: of, outcome, ..
+            } if of == *id => Some(outcome),
             _ => None,
         });
         assert_eq!(outcome, CommitOutcome::Unknown);
@@ -203,7 +205,10 @@ fn constant_memory(warm: usize, requests: usize) {
             "{} grew by {grown} bytes over {requests} requests",
             node.spec.id
         );
-        println!("{}: {grown} bytes more after {requests} requests", node.spec.id);
+        println!(
+            "{}: {grown} bytes more after {requests} requests",
+            node.spec.id
+        );
     }
 }
 
@@ -276,7 +281,10 @@ fn fault_24_a_flood_of_prompts_from_one_peer_is_bounded() {
     let busy = count(|frame| matches!(frame, Frame::Busy { .. }));
     assert!(granted > 0 && busy > 0, "granted {granted}, busy {busy}");
     let total = prefill.pages("total") as usize;
-    assert!(granted * 3 <= total, "{granted} leases of 3 pages in {total}");
+    assert!(
+        granted * 3 <= total,
+        "{granted} leases of 3 pages in {total}"
+    );
     assert!(prefill.healthy());
     // The peer dies without a word: everything comes back.
     drop(end);

@@ -5,14 +5,16 @@ use crate::harness::{
     ids_request, model_path, post, skipped,
 };
 use crate::load::Clients;
-use crate::steps::{WITHIN, identity, kind, long_body, pair_and_text, prompt, reference, short_body};
+use crate::steps::{
+    WITHIN, identity, kind, long_body, pair_and_text, prompt, reference, short_body,
+};
 use kvserve_kv::ChecksumMode;
 use kvserve_kv::checksum::checksum;
 use kvserve_kv::session::Role;
 use kvserve_kv::session::frame::{AttemptId, CommitOutcome, Frame, RequestId};
 use kvserve_kv::transport::tcp::wire::ReadRequest;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
 /// Greedy, as the decode node writes it for its prefill nodes.
@@ -115,7 +117,11 @@ impl ByHand {
         self.data.read(&request).expect("an answer")
     }
 
-    fn commit(&mut self, held: &Held, bend: impl FnOnce(&mut (u64, u64, u32, u32))) -> CommitOutcome {
+    fn commit(
+        &mut self,
+        held: &Held,
+        bend: impl FnOnce(&mut (u64, u64, u32, u32)),
+    ) -> CommitOutcome {
         let mut what = (
             self.end.peer.incarnation,
             held.lease,
@@ -165,12 +171,25 @@ fn fault_26_stale_forged_and_replayed_references_get_a_code_and_no_bytes() {
     }
     // Another peer's lease is nobody's.
     let mut thief = ByHand::of(&prefill, "thief");
-    assert!(thief.read(&held, |read| read.incarnation = prefill_incarnation(&hand)).is_err());
+    assert!(
+        thief
+            .read(&held, |read| read.incarnation = prefill_incarnation(&hand))
+            .is_err()
+    );
     assert_eq!(thief.commit(&held, |_| {}), CommitOutcome::Unknown);
     // COMMIT of another life, epoch or length.
-    assert_eq!(hand.commit(&held, |what| what.0 ^= 1), CommitOutcome::Mismatch);
-    assert_eq!(hand.commit(&held, |what| what.2 += 1), CommitOutcome::Mismatch);
-    assert_eq!(hand.commit(&held, |what| what.3 -= 1), CommitOutcome::Mismatch);
+    assert_eq!(
+        hand.commit(&held, |what| what.0 ^= 1),
+        CommitOutcome::Mismatch
+    );
+    assert_eq!(
+        hand.commit(&held, |what| what.2 += 1),
+        CommitOutcome::Mismatch
+    );
+    assert_eq!(
+        hand.commit(&held, |what| what.3 -= 1),
+        CommitOutcome::Mismatch
+    );
     assert_eq!(hand.commit(&held, |_| {}), CommitOutcome::Ok);
     // Replayed: the same answer, and pages that are over.
     assert_eq!(hand.commit(&held, |_| {}), CommitOutcome::Ok);
@@ -202,13 +221,19 @@ fn fault_26_an_expired_lease_is_fenced_and_gives_nothing() {
     let mut asked = false;
     for _ in 0..140 {
         let heard = hand.end.stay(Duration::from_millis(100));
-        if heard.iter().any(|frame| matches!(frame, Frame::FenceQuery { .. })) {
+        if heard
+            .iter()
+            .any(|frame| matches!(frame, Frame::FenceQuery { .. }))
+        {
             asked = true;
             break;
         }
     }
     assert!(asked, "no fence was asked for within 14 s");
-    assert!(hand.read(&held, |_| {}).is_err(), "a read of an expired lease");
+    assert!(
+        hand.read(&held, |_| {}).is_err(),
+        "a read of an expired lease"
+    );
     assert_eq!(hand.commit(&held, |_| {}), CommitOutcome::Expired);
     // Expiry alone frees nothing; the answer does.
     assert_eq!(prefill.pages("leased"), 7);
@@ -255,7 +280,13 @@ fn equal_texts(total: usize, clients: usize, leave_every: usize, restart_every: 
     let texts = reference(&bodies);
     let requests: Vec<_> = bodies.into_iter().zip(texts).collect();
     let mut pair = Pair::with("--max-running 64", "--max-running 64");
-    let running = Clients::start(pair.decode.api(), clients, total, requests.clone(), leave_every);
+    let running = Clients::start(
+        pair.decode.api(),
+        clients,
+        total,
+        requests.clone(),
+        leave_every,
+    );
     let mut restarts = 0;
     while running.done() < total {
         if restart_every > 0 && running.done() >= (restarts + 1) * restart_every {
@@ -324,7 +355,10 @@ fn fault_31_a_flipped_bit_on_any_way_is_noticed_and_never_served() {
         ("page bytes", Flow::Data(Way::Back)),
         ("a read request", Flow::Data(Way::Forth)),
         ("a watermark", Flow::Frame(Way::Back, kind::watermark())),
-        ("the first token", Flow::Frame(Way::Back, kind::first_token())),
+        (
+            "the first token",
+            Flow::Frame(Way::Back, kind::first_token()),
+        ),
         ("the prompt", Flow::Frame(Way::Forth, kind::prefill())),
         ("a commit", Flow::Frame(Way::Forth, kind::commit())),
     ] {
@@ -354,7 +388,10 @@ fn fault_31_many_flipped_bits_are_many_failed_attempts_and_no_wrong_text() {
     for _ in 0..8 {
         assert_eq!(pair.decode.ids(&body), expected);
     }
-    assert_eq!(pair.decode.metric("kvserve_migrations_committed_total"), 0.0);
+    assert_eq!(
+        pair.decode.metric("kvserve_migrations_committed_total"),
+        0.0
+    );
     pair.relay.pass();
     pair.serves_by_migration(&body, &expected, "after the flips");
     pair.wait_restored("after the flips");
@@ -437,10 +474,13 @@ fn fault_28_no_token_of_an_uncommitted_migration_leaves_in_a_stream() {
     let mut streamed = body.clone();
     streamed["stream"] = true.into();
     eventually("the liar is asked", WITHIN, || {
-        let stream =
-            crate::harness::post_stream(decode.api(), "/v1/completions", &streamed).expect("stream");
+        let stream = crate::harness::post_stream(decode.api(), "/v1/completions", &streamed)
+            .expect("stream");
         let (lines, in_order) = stream.rest();
-        assert!(in_order && lines.last().is_some_and(|line| line == "[DONE]"), "{lines:?}");
+        assert!(
+            in_order && lines.last().is_some_and(|line| line == "[DONE]"),
+            "{lines:?}"
+        );
         let ids: Vec<u32> = lines
             .iter()
             .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())

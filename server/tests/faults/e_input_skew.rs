@@ -1,8 +1,6 @@
 //! E: crashes on input or skew.
 
-use crate::harness::{
-    Pair, PeerEnd, Spec, closed_by_peer, eventually, free_port, tiny_qwen2,
-};
+use crate::harness::{Pair, PeerEnd, Spec, closed_by_peer, eventually, free_port, tiny_qwen2};
 use crate::steps::{WITHIN, identity, prompt, reference, short_body};
 use kvserve_kv::session::frame::{AttemptId, Frame, RequestId};
 use kvserve_kv::session::seal::plain;
@@ -124,7 +122,10 @@ fn fault_34_garbage_on_the_peer_port_ends_its_own_connection_only() {
             // A random length word may ask for more: the silence then ends it.
             end.send_bytes(&rng.bytes(700_000));
         }
-        assert!(end.is_ended(Duration::from_secs(5)), "bent frame {number} was taken");
+        assert!(
+            end.is_ended(Duration::from_secs(5)),
+            "bent frame {number} was taken"
+        );
     }
     // Truncated: half a frame and then nothing, not even heartbeats.
     let local = identity().local("half", Role::Decode, "");
@@ -132,7 +133,10 @@ fn fault_34_garbage_on_the_peer_port_ends_its_own_connection_only() {
     let half = end.channel.lock().expect("channel").seal(&Frame::Heartbeat);
     end.send_bytes(&half[..half.len() / 2]);
     std::thread::sleep(Duration::from_secs(4));
-    assert!(end.is_ended(Duration::from_secs(3)), "a half frame holds a session");
+    assert!(
+        end.is_ended(Duration::from_secs(3)),
+        "a half frame holds a session"
+    );
     assert!(pair.prefill.healthy() && pair.decode.healthy());
     pair.serves_by_migration(&body, &expected, "after the garbage");
     pair.wait_restored("after the garbage");

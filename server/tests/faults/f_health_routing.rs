@@ -62,8 +62,12 @@ fn health(node: &Node) -> (u16, String) {
 fn some_shard_answers(api: SocketAddr) {
     eventually("another shard serves", Duration::from_secs(5), || {
         let mut stream = TcpStream::connect(api).ok()?;
-        stream.set_read_timeout(Some(Duration::from_millis(200))).ok()?;
-        stream.write_all(b"GET /version HTTP/1.0\r\nhost: t\r\n\r\n").ok()?;
+        stream
+            .set_read_timeout(Some(Duration::from_millis(200)))
+            .ok()?;
+        stream
+            .write_all(b"GET /version HTTP/1.0\r\nhost: t\r\n\r\n")
+            .ok()?;
         let mut text = String::new();
         stream.read_to_string(&mut text).ok()?;
         text.contains("200 OK").then_some(())
@@ -93,15 +97,16 @@ fn fault_39_a_wedged_shard_is_seen_while_the_other_serves() {
 
 #[test]
 fn fault_39_a_wedged_engine_is_seen_and_ends_its_request_in_time() {
-    let serve = Spec::new("serve", "serve").arg("--request-timeout 2s").start();
+    let serve = Spec::new("serve", "serve")
+        .arg("--request-timeout 2s")
+        .start();
     let stopped = StoppedThread::of(serve.pid(), "engine")
         .expect("this machine lets a parent stop a thread of its child");
     // An engine that has nothing to do is not wedged.
     std::thread::sleep(Duration::from_millis(1300));
     assert_eq!(health(&serve).0, 200);
     let (api, body) = (serve.api(), short_body(1));
-    let client =
-        std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &body));
+    let client = std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &body));
     eventually("the wedged engine is told", WEDGE_SEEN, || {
         let (status, text) = health(&serve);
         (status == 503 && text.contains("engine")).then_some(())
@@ -123,8 +128,7 @@ fn fault_39_waiting_for_a_peer_is_not_wedged() {
     let pair = Pair::start();
     pair.prefill.signal(libc::SIGSTOP);
     let (api, body) = (pair.decode.api(), short_body(1));
-    let client =
-        std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &body));
+    let client = std::thread::spawn(move || crate::harness::post(api, "/v1/completions", &body));
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(2) {
         assert_eq!(health(&pair.decode).0, 200);
@@ -180,12 +184,20 @@ fn storm(count: usize, threads: usize, args: &str) {
         "{count} at once: {served} served, {shed} shed in {took:?}, slowest admitted {slowest:?}; \
          goodput {goodput:.0}/s, peak {peak:.0}/s"
     );
-    assert_eq!(served + shed, threads * (count / threads), "every request has its end");
+    assert_eq!(
+        served + shed,
+        threads * (count / threads),
+        "every request has its end"
+    );
     assert!(served > 0);
     // Admitted ones are bounded by the request's own time.
     assert!(slowest < Duration::from_secs(62), "{slowest:?}");
     for node in [&fleet.proxy, &fleet.decode[0], &fleet.prefill[0]] {
-        assert!(node.healthy(), "{} is unhealthy after the storm", node.spec.id);
+        assert!(
+            node.healthy(),
+            "{} is unhealthy after the storm",
+            node.spec.id
+        );
     }
     assert_eq!(fleet.proxy.ids(&body), expected);
     fleet.wait_restored("after the storm");

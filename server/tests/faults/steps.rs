@@ -110,10 +110,6 @@ pub mod kind {
         .kind()
     }
 
-    pub fn release_answer() -> u8 {
-        Frame::ReleaseAnswer { id: id(), lease: 0 }.kind()
-    }
-
     pub fn welcome() -> u8 {
         Frame::Welcome.kind()
     }
@@ -133,7 +129,10 @@ pub fn migration_steps() -> Vec<(&'static str, Flow)> {
         ("first token", Flow::Frame(Way::Back, kind::first_token())),
         ("complete", Flow::Frame(Way::Back, kind::complete())),
         ("commit", Flow::Frame(Way::Forth, kind::commit())),
-        ("commit answer", Flow::Frame(Way::Back, kind::commit_answer())),
+        (
+            "commit answer",
+            Flow::Frame(Way::Back, kind::commit_answer()),
+        ),
     ]
 }
 

@@ -199,7 +199,9 @@ impl Node {
     }
 
     pub fn pid(&self) -> i32 {
-        self.process.as_ref().map_or(0, |process| process.id() as i32)
+        self.process
+            .as_ref()
+            .map_or(0, |process| process.id() as i32)
     }
 
     pub fn api(&self) -> SocketAddr {
@@ -469,7 +471,9 @@ impl Fleet {
             let known = status.as_object()?;
             let up = self.nodes().filter(|node| node.pid() != 0);
             let ready = |node: &Node| {
-                known.values().any(|entry| entry["node"] == *node.spec.id && entry["ready"] == true)
+                known
+                    .values()
+                    .any(|entry| entry["node"] == *node.spec.id && entry["ready"] == true)
                     && node.ready()
             };
             up.into_iter().all(ready).then_some(())

@@ -6,9 +6,7 @@ use kvserve_kv::session::frame::{FRAME_BYTES_MAX, Frame, RefuseReason};
 use kvserve_kv::session::handshake::Refusal;
 use kvserve_kv::session::seal::{FrameStream, open_plain, plain};
 use kvserve_kv::session::{Handshake, LocalNode, PeerIdentity, PeerKey, Role, SealedChannel, Step};
-use kvserve_kv::transport::tcp::wire::{
-    ANSWER_BYTES, AnswerHead, REQUEST_BYTES, ReadRequest,
-};
+use kvserve_kv::transport::tcp::wire::{ANSWER_BYTES, AnswerHead, REQUEST_BYTES, ReadRequest};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -68,7 +66,11 @@ pub fn identity_of(peer: SocketAddr) -> Identity {
                 let word = parts[place + 1].trim_start().split([',', ';', ' ']).next();
                 word.expect("a value").to_string()
             };
-            let theirs = if parts[1] == "asker" { value(3) } else { value(1) };
+            let theirs = if parts[1] == "asker" {
+                value(3)
+            } else {
+                value(1)
+            };
             let hex = || u64::from_str_radix(theirs.trim_start_matches("0x"), 16).expect("hex");
             match refusal.reason {
                 RefuseReason::Fingerprint => identity.fingerprint = hex(),
@@ -292,7 +294,9 @@ impl PeerEnd {
         );
         let mut stream = TcpStream::connect(self.address).ok()?;
         stream.set_read_timeout(Some(PATIENCE)).ok()?;
-        stream.write_all(&plain(&Frame::DataOpen(open.clone()))).ok()?;
+        stream
+            .write_all(&plain(&Frame::DataOpen(open.clone())))
+            .ok()?;
         let mut answer = [0; 37];
         stream.read_exact(&mut answer).ok()?;
         let Ok(Frame::DataAccepted(proof)) = open_plain(&answer[4..]) else {
@@ -339,7 +343,10 @@ impl DataEnd {
 pub fn closed_by_peer(stream: &mut TcpStream, limit: Duration) -> bool {
     let end = Instant::now() + limit;
     let mut buffer = [0; 4096];
-    if stream.set_read_timeout(Some(Duration::from_millis(50))).is_err() {
+    if stream
+        .set_read_timeout(Some(Duration::from_millis(50)))
+        .is_err()
+    {
         return true;
     }
     while Instant::now() < end {
@@ -404,7 +411,10 @@ impl Liar {
                 if let Ok(Frame::DataOpen(open)) = open_plain(&first) {
                     if let Some(channel) = &*channel.lock().expect("channel") {
                         let proof = channel.lock().expect("channel").data_accept(&open);
-                        if stream.write_all(&plain(&Frame::DataAccepted(proof))).is_ok() {
+                        if stream
+                            .write_all(&plain(&Frame::DataAccepted(proof)))
+                            .is_ok()
+                        {
                             std::thread::spawn(move || serve_zeros(stream));
                         }
                     }
@@ -446,7 +456,8 @@ fn serve_zeros(mut stream: TcpStream) {
             count: read.count,
             page_bytes: read.page_bytes,
         };
-        let pages = vec![0; (read.count as usize * read.page_bytes as usize).min(FRAME_BYTES_MAX * 64)];
+        let pages =
+            vec![0; (read.count as usize * read.page_bytes as usize).min(FRAME_BYTES_MAX * 64)];
         if stream.write_all(&head.encode()).is_err() || stream.write_all(&pages).is_err() {
             return;
         }
