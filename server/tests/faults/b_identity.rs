@@ -1,6 +1,8 @@
 //! B: old identities after a restart.
 
-use crate::harness::{Act, Fleet, Pair, PeerEnd, Spec, eventually, free_port, ids_of, tiny_qwen2};
+use crate::harness::{
+    Act, Fleet, Pair, PeerEnd, Spec, eventually, free_port, ids_of, tiny_qwen2, two_at_a_time,
+};
 use crate::load::Clients;
 use crate::steps::{
     WITHIN, identity, long_body, migration_steps, pair_and_text, reference, short_body,
@@ -67,17 +69,20 @@ fn restarts_under_load(rounds: usize) {
 
 #[test]
 fn fault_17_a_restart_on_the_same_address_under_load_uses_nothing_old() {
+    let _turn = two_at_a_time();
     restarts_under_load(6);
 }
 
 #[test]
 #[ignore = "a hundred restarts"]
 fn fault_17_a_hundred_restarts_on_the_same_address_under_load() {
+    let _turn = two_at_a_time();
     restarts_under_load(100);
 }
 
 #[test]
 fn fault_17_an_older_life_of_a_node_is_told_so_and_not_heard() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let older = identity().local("twin", Role::Decode, "");
     // Lives are told apart by their start, to 66 us.
@@ -96,6 +101,7 @@ fn fault_17_an_older_life_of_a_node_is_told_so_and_not_heard() {
 
 #[test]
 fn fault_18_three_of_four_decode_nodes_die_and_traffic_goes_on() {
+    let _turn = two_at_a_time();
     let bodies = vec![short_body(1), short_body(2)];
     let texts = reference(&bodies);
     let requests: Vec<_> = bodies.into_iter().zip(texts).collect();
@@ -117,6 +123,7 @@ fn fault_18_three_of_four_decode_nodes_die_and_traffic_goes_on() {
 
 #[test]
 fn fault_19_a_session_that_dies_at_each_step_comes_again_by_itself() {
+    let _turn = two_at_a_time();
     let (pair, body, expected) = pair_and_text();
     for (name, flow) in migration_steps() {
         let struck = pair.relay.once(flow, || Act::Close);
@@ -143,6 +150,7 @@ fn challenge(protocol_min: u16, protocol_max: u16) -> Vec<u8> {
 
 #[test]
 fn fault_20_a_peer_of_another_version_is_refused_with_a_reason_at_once() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     for (min, max) in [(9, 9), (2, 40), (0, 0)] {
         let mut stream = TcpStream::connect(prefill.spec.peer).expect("connect");
@@ -178,6 +186,7 @@ fn fault_20_a_peer_of_another_version_is_refused_with_a_reason_at_once() {
 
 #[test]
 fn fault_20_nodes_that_do_not_match_are_refused_and_both_serve_on() {
+    let _turn = two_at_a_time();
     let body = short_body(1);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
     let prefill = Spec::new("prefill", "prefill-0")
@@ -196,6 +205,7 @@ fn fault_20_nodes_that_do_not_match_are_refused_and_both_serve_on() {
 
 #[test]
 fn fault_17_after_a_restart_of_either_side_the_pair_works_within_one_back_off() {
+    let _turn = two_at_a_time();
     let body = short_body(9);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
     let mut pair = Pair::start();
@@ -210,6 +220,7 @@ fn fault_17_after_a_restart_of_either_side_the_pair_works_within_one_back_off() 
 
 #[test]
 fn fault_17_a_node_that_was_killed_starts_again_on_its_ports_at_once() {
+    let _turn = two_at_a_time();
     // The kernel lets the ports of a dead process go some milliseconds later.
     let mut prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     for _ in 0..12 {

@@ -1,7 +1,7 @@
 //! C: leaks of pages, credits, memory.
 
 use crate::harness::{
-    Act, Fleet, Flow, Pair, PeerEnd, Spec, Way, eventually, free_port, ids_request,
+    Act, Fleet, Flow, Pair, PeerEnd, Spec, Way, eventually, free_port, ids_request, two_at_a_time,
 };
 use crate::load::Clients;
 use crate::steps::{
@@ -33,6 +33,7 @@ fn open_request(pair: &Pair, body: &serde_json::Value) -> TcpStream {
 
 #[test]
 fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
+    let _turn = two_at_a_time();
     let (pair, body, expected) = pair_and_text();
     let mut body = body;
     body["stream"] = json!(true);
@@ -61,6 +62,7 @@ fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
 
 #[test]
 fn fault_22_what_decode_rejects_costs_the_prefill_node_nothing() {
+    let _turn = two_at_a_time();
     // 40 pages: a prompt of 30 pages and a pull of 30 more do not fit together.
     let pair = Pair::with("--kv-cache 640KiB", "");
     let total = pair.decode.pages("total");
@@ -96,17 +98,20 @@ fn aborts(count: usize) {
 
 #[test]
 fn fault_23_aborts_at_any_moment_leave_the_pools_whole() {
+    let _turn = two_at_a_time();
     aborts(150);
 }
 
 #[test]
 #[ignore = "ten thousand aborts"]
 fn fault_23_ten_thousand_aborts_leave_the_pools_whole() {
+    let _turn = two_at_a_time();
     aborts(10_000);
 }
 
 #[test]
 fn fault_24_forged_ids_are_refused_and_tables_stay_bounded() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     let body = short_body(3);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
@@ -214,17 +219,20 @@ fn constant_memory(warm: usize, requests: usize) {
 
 #[test]
 fn fault_25_memory_is_constant_over_requests() {
+    let _turn = two_at_a_time();
     constant_memory(200, 600);
 }
 
 #[test]
 #[ignore = "a hundred thousand requests"]
 fn fault_25_memory_is_constant_over_a_hundred_thousand_requests() {
+    let _turn = two_at_a_time();
     constant_memory(2000, 100_000);
 }
 
 #[test]
 fn fault_21_a_client_that_leaves_while_its_cancel_is_lost_leaves_nothing_behind() {
+    let _turn = two_at_a_time();
     let (pair, body, expected) = pair_and_text();
     for (name, lost) in [("cancel", kind::cancel()), ("release", kind::release())] {
         // The client leaves when the first watermark passes; then the frame that would free the
@@ -249,6 +257,7 @@ fn fault_21_a_client_that_leaves_while_its_cancel_is_lost_leaves_nothing_behind(
 
 #[test]
 fn fault_24_a_flood_of_prompts_from_one_peer_is_bounded() {
+    let _turn = two_at_a_time();
     // A decode node that asks and never pulls: its leases are its credit, and no more.
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let local = identity().local("flood", Role::Decode, "");

@@ -2,7 +2,7 @@
 
 use crate::harness::{
     Act, DataEnd, Flow, Liar, Pair, PeerEnd, Spec, Way, eventually, fixture, free_port, ids_of,
-    ids_request, model_path, post, skipped,
+    ids_request, model_path, post, skipped, two_at_a_time,
 };
 use crate::load::Clients;
 use crate::steps::{
@@ -146,6 +146,7 @@ impl ByHand {
 
 #[test]
 fn fault_26_stale_forged_and_replayed_references_get_a_code_and_no_bytes() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let mut hand = ByHand::of(&prefill, "by-hand");
     let held = hand.complete(1, prompt(100, 1));
@@ -214,6 +215,7 @@ fn prefill_incarnation(hand: &ByHand) -> u64 {
 #[test]
 #[ignore = "a lease time of 10 s"]
 fn fault_26_an_expired_lease_is_fenced_and_gives_nothing() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let mut hand = ByHand::of(&prefill, "by-hand");
     let held = hand.complete(1, prompt(100, 1));
@@ -252,6 +254,7 @@ fn fault_26_an_expired_lease_is_fenced_and_gives_nothing() {
 
 #[test]
 fn fault_28_a_prefill_that_aborts_half_way_never_becomes_text() {
+    let _turn = two_at_a_time();
     // Real pages up to a watermark, then the prefill node is asked no more: the relay closes,
     // and the decode node starts over from what it has told.
     let (pair, body, expected) = pair_and_text();
@@ -305,23 +308,27 @@ fn equal_texts(total: usize, clients: usize, leave_every: usize, restart_every: 
 
 #[test]
 fn fault_29_texts_through_migrations_equal_those_of_one_process() {
+    let _turn = two_at_a_time();
     equal_texts(120, 16, 0, 0);
 }
 
 #[test]
 fn fault_29_with_cancels_and_a_restart_they_still_do() {
+    let _turn = two_at_a_time();
     equal_texts(120, 16, 7, 60);
 }
 
 #[test]
 #[ignore = "a thousand requests, ten restarts"]
 fn fault_29_a_thousand_requests_at_concurrency_64_with_cancels_and_restarts() {
+    let _turn = two_at_a_time();
     equal_texts(1000, 64, 0, 0);
     equal_texts(1000, 64, 9, 100);
 }
 
 #[test]
 fn fault_29_the_default_model_says_the_same_through_a_migration() {
+    let _turn = two_at_a_time();
     let Some(model) = model_path() else {
         return skipped("fault_29_the_default_model_says_the_same_through_a_migration");
     };
@@ -350,6 +357,7 @@ fn fault_29_the_default_model_says_the_same_through_a_migration() {
 
 #[test]
 fn fault_31_a_flipped_bit_on_any_way_is_noticed_and_never_served() {
+    let _turn = two_at_a_time();
     let (pair, body, expected) = pair_and_text();
     for (name, flow) in [
         ("page bytes", Flow::Data(Way::Back)),
@@ -378,6 +386,7 @@ fn fault_31_a_flipped_bit_on_any_way_is_noticed_and_never_served() {
 
 #[test]
 fn fault_31_many_flipped_bits_are_many_failed_attempts_and_no_wrong_text() {
+    let _turn = two_at_a_time();
     let body = short_body(8);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
     let pair = Pair::start();
@@ -399,6 +408,7 @@ fn fault_31_many_flipped_bits_are_many_failed_attempts_and_no_wrong_text() {
 
 #[test]
 fn fault_33_prompts_of_every_length_around_a_page_and_a_chunk_have_the_same_text() {
+    let _turn = two_at_a_time();
     // A page is 16 tokens, a chunk 512.
     let lengths = (1..=17)
         .chain([31, 32, 33, 47, 48, 49])
@@ -425,6 +435,7 @@ fn fault_33_prompts_of_every_length_around_a_page_and_a_chunk_have_the_same_text
 /// tokens from them by then, and not one of them leaves.
 #[test]
 fn fault_28_no_token_of_an_uncommitted_migration_leaves_in_a_stream() {
+    let _turn = two_at_a_time();
     let body = long_body(5);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
     let identity = identity();

@@ -1,6 +1,8 @@
 //! E: crashes on input or skew.
 
-use crate::harness::{Pair, PeerEnd, Spec, closed_by_peer, eventually, free_port, tiny_qwen2};
+use crate::harness::{
+    Pair, PeerEnd, Spec, closed_by_peer, eventually, free_port, tiny_qwen2, two_at_a_time,
+};
 use crate::steps::{WITHIN, identity, prompt, reference, short_body};
 use kvserve_kv::session::frame::{AttemptId, Frame, RequestId};
 use kvserve_kv::session::seal::plain;
@@ -60,6 +62,7 @@ fn stranger_bytes(rng: &mut Rng, number: usize) -> Vec<u8> {
 
 #[test]
 fn fault_34_garbage_on_the_peer_port_ends_its_own_connection_only() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     let body = short_body(1);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
@@ -144,6 +147,7 @@ fn fault_34_garbage_on_the_peer_port_ends_its_own_connection_only() {
 
 #[test]
 fn fault_34_wrong_parameters_and_prompts_of_a_peer_are_refused_one_by_one() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let local = identity().local("odd", Role::Decode, "");
     let mut end = PeerEnd::dial(prefill.spec.peer, local).expect("session");
@@ -196,6 +200,7 @@ fn fault_34_wrong_parameters_and_prompts_of_a_peer_are_refused_one_by_one() {
 
 #[test]
 fn fault_35_a_thousand_handshakes_at_once_time_out_and_the_rest_goes_on() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     let body = short_body(2);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
@@ -233,6 +238,7 @@ fn fault_35_a_thousand_handshakes_at_once_time_out_and_the_rest_goes_on() {
 
 #[test]
 fn fault_35_a_thousand_honest_handshakes_end_in_sessions_or_reasons() {
+    let _turn = two_at_a_time();
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
     let (identity, port) = (identity(), prefill.spec.peer);
     let threads: Vec<_> = (0..20)
@@ -267,6 +273,7 @@ fn fault_35_a_thousand_honest_handshakes_end_in_sessions_or_reasons() {
 
 #[test]
 fn fault_37_a_broken_model_file_is_a_sentence_and_an_exit_code() {
+    let _turn = two_at_a_time();
     let source = tiny_qwen2();
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("broken-model");
     let weights = fs::read(source.join("model.safetensors")).expect("weights");

@@ -1,7 +1,8 @@
 //! F: health, routing, admission.
 
 use crate::harness::{
-    Fleet, Node, Pair, Spec, StoppedThread, eventually, get, ids_of, ids_request, post_stream,
+    Fleet, Node, Pair, Spec, StoppedThread, cpus, eventually, get, ids_of, ids_request,
+    post_stream, two_at_a_time,
 };
 use crate::load::{Clients, typed_error};
 use crate::steps::{WITHIN, computes_nothing, long_body, prompt, reference, short_body};
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 
 #[test]
 fn fault_38_when_prefill_nodes_die_decode_stays_healthy_and_says_what_is_missing() {
+    let _turn = two_at_a_time();
     let bodies = vec![short_body(1), long_body(2)];
     let texts = reference(&bodies);
     let requests: Vec<_> = bodies.iter().cloned().zip(texts.clone()).collect();
@@ -79,10 +81,18 @@ const WEDGE_SEEN: Duration = Duration::from_secs(3);
 
 #[test]
 fn fault_39_a_wedged_shard_is_seen_while_the_other_serves() {
-    let serve = Spec::new("serve", "serve").arg("--cores 0,1").start();
+    let _turn = two_at_a_time();
+    let [first, second] = cpus();
+    if first == second {
+        return eprintln!("SKIPPED: two shards need two CPUs");
+    }
+    let serve = Spec::new("serve", "serve")
+        .arg(&format!("--cores {first},{second}"))
+        .start();
     assert_eq!(health(&serve).0, 200);
-    let stopped = StoppedThread::of(serve.pid(), "serve-shard-1")
-        .expect("this machine lets a parent stop a thread of its child");
+    let Some(stopped) = StoppedThread::of(serve.pid(), "serve-shard-1") else {
+        return eprintln!("SKIPPED: a parent may not stop a thread of its child here");
+    };
     eventually("the wedged shard is told", WEDGE_SEEN, || {
         let (status, text) = health(&serve);
         (status == 503 && text.contains("serve-shard-1")).then_some(())
@@ -97,11 +107,13 @@ fn fault_39_a_wedged_shard_is_seen_while_the_other_serves() {
 
 #[test]
 fn fault_39_a_wedged_engine_is_seen_and_ends_its_request_in_time() {
+    let _turn = two_at_a_time();
     let serve = Spec::new("serve", "serve")
         .arg("--request-timeout 2s")
         .start();
-    let stopped = StoppedThread::of(serve.pid(), "engine")
-        .expect("this machine lets a parent stop a thread of its child");
+    let Some(stopped) = StoppedThread::of(serve.pid(), "engine") else {
+        return eprintln!("SKIPPED: a parent may not stop a thread of its child here");
+    };
     // An engine that has nothing to do is not wedged.
     std::thread::sleep(Duration::from_millis(1300));
     assert_eq!(health(&serve).0, 200);
@@ -125,6 +137,7 @@ fn fault_39_a_wedged_engine_is_seen_and_ends_its_request_in_time() {
 
 #[test]
 fn fault_39_waiting_for_a_peer_is_not_wedged() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     pair.prefill.signal(libc::SIGSTOP);
     let (api, body) = (pair.decode.api(), short_body(1));
@@ -162,6 +175,8 @@ fn storm(count: usize, threads: usize, args: &str) {
          content-length: {}\r\n\r\n{text}",
         text.len()
     );
+    let used = |node: &Node| node.cpu_time();
+    let before = [&fleet.proxy, &fleet.decode[0], &fleet.prefill[0]].map(used);
     let began = Instant::now();
     let workers: Vec<_> = (0..threads)
         .map(|_| {
@@ -184,12 +199,18 @@ fn storm(count: usize, threads: usize, args: &str) {
         "{count} at once: {served} served, {shed} shed in {took:?}, slowest admitted {slowest:?}; \
          goodput {goodput:.0}/s, peak {peak:.0}/s"
     );
+    for (node, before) in [&fleet.proxy, &fleet.decode[0], &fleet.prefill[0]]
+        .into_iter()
+        .zip(before)
+    {
+        println!("  CPU of {}: {:?}", node.spec.id, used(node) - before);
+    }
     assert_eq!(
         served + shed,
         threads * (count / threads),
         "every request has its end"
     );
-    assert!(served > 0);
+    assert!(served > 0 && shed > 0);
     // Admitted ones are bounded by the request's own time.
     assert!(slowest < Duration::from_secs(62), "{slowest:?}");
     for node in [&fleet.proxy, &fleet.decode[0], &fleet.prefill[0]] {
@@ -246,17 +267,20 @@ fn share(
 
 #[test]
 fn fault_40_a_storm_is_shed_with_a_word_when_to_come_again() {
+    let _turn = two_at_a_time();
     storm(600, 6, "--max-running 16 --max-queued 64");
 }
 
 #[test]
 #[ignore = "twelve thousand connections"]
 fn fault_40_twelve_thousand_requests_at_once() {
+    let _turn = two_at_a_time();
     storm(12_000, 12, "");
 }
 
 #[test]
 fn fault_41_ten_long_prompts_cancelled_do_not_delay_a_short_one() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     let short = short_body(1);
     let expected = reference(std::slice::from_ref(&short)).remove(0);

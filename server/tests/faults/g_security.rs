@@ -1,6 +1,8 @@
 //! G: security.
 
-use crate::harness::{Pair, PeerEnd, Spec, closed_by_peer, free_port, ids_of, post_with};
+use crate::harness::{
+    Pair, PeerEnd, Spec, closed_by_peer, free_port, ids_of, post_with, two_at_a_time,
+};
 use crate::steps::{identity, prompt, reference, short_body};
 use kvserve_kv::session::frame::{AttemptId, Frame, RefuseReason, RequestId};
 use kvserve_kv::session::seal::plain;
@@ -12,6 +14,7 @@ use std::time::Duration;
 
 #[test]
 fn fault_43_ports_that_others_reach_need_a_key_or_a_word() {
+    let _turn = two_at_a_time();
     let wide = |port: SocketAddr| SocketAddr::from(([0, 0, 0, 0], port.port()));
     let mut serve = Spec::new("serve", "wide");
     serve.api = wide(serve.api);
@@ -67,6 +70,7 @@ fn harmful(incarnation: u64) -> Vec<Frame> {
 
 #[test]
 fn fault_43_no_frame_is_acted_on_before_authentication() {
+    let _turn = two_at_a_time();
     let mut pair = Pair::start();
     let body = short_body(1);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
@@ -106,6 +110,7 @@ fn fault_43_no_frame_is_acted_on_before_authentication() {
 
 #[test]
 fn fault_43_a_recorded_handshake_is_of_no_use() {
+    let _turn = two_at_a_time();
     // What an honest dialler says first, sent again: the acceptor's nonce is another one, so the
     // proof that was right once is wrong.
     let prefill = Spec::new("prefill", "prefill-0").join(free_port()).start();
@@ -125,6 +130,7 @@ fn fault_43_a_recorded_handshake_is_of_no_use() {
 
 #[test]
 fn fault_45_nothing_that_a_client_sends_names_a_peer_an_address_a_page_or_a_lease() {
+    let _turn = two_at_a_time();
     let pair = Pair::start();
     let body = short_body(2);
     let expected = reference(std::slice::from_ref(&body)).remove(0);

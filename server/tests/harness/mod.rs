@@ -14,9 +14,9 @@ mod thread_stop;
 
 pub use client::{Answer, Stream, get, post, post_stream, post_with, try_post};
 pub use fixture::{Case, fixture, tiny_qwen2};
-pub use node::{Fleet, Node, Pair, Spec, free_port, key_file};
+pub use node::{Fleet, Node, Pair, Spec, cpus, free_port, key_file};
 pub use peer::{DataEnd, Identity, Liar, PeerEnd, closed_by_peer, identity_of};
-pub use process::{Cluster, Options, model_path, one_at_a_time, skipped};
+pub use process::{Cluster, Options, model_path, one_at_a_time, skipped, two_at_a_time};
 pub use relay::{Act, Flow, Relay, Way};
 pub use thread_stop::StoppedThread;
 

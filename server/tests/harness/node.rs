@@ -32,6 +32,15 @@ pub fn free_port() -> SocketAddr {
         .expect("a free port")
 }
 
+/// Two CPUs that this process may use, or one twice.
+pub fn cpus() -> [usize; 2] {
+    let allowed = kvserve::placement::allowed_cpus();
+    [allowed[0], allowed[1 % allowed.len()]]
+}
+
+/// Keeps page bytes on TCP, where a relay can see them.
+const PAGES_OVER_TCP: [&str; 0] = [];
+
 /// The key that all nodes of these tests share.
 pub const KEY: [u8; 32] = [0x5A; 32];
 
@@ -80,7 +89,7 @@ impl Spec {
             peer: free_port(),
             join: None,
             model: tiny_qwen2(),
-            cpu: usize::from(role == "prefill"),
+            cpu: cpus()[usize::from(role == "prefill")],
             args: Vec::new(),
         }
     }
@@ -386,10 +395,11 @@ impl Pair {
             .arg(prefill)
             .start();
         let relay = Relay::to(prefill.spec.peer);
-        let decode = Spec::new("decode", "decode-0")
+        let mut decode = Spec::new("decode", "decode-0")
             .join(relay.address)
-            .arg(decode)
-            .start();
+            .arg(decode);
+        decode.args.extend(PAGES_OVER_TCP.map(String::from));
+        let decode = decode.start();
         let pair = Pair {
             decode,
             prefill,
