@@ -3,7 +3,7 @@
 //! Shard 0 is the engine's: it owns the pages, the step loop, the peers. Every shard (0 too)
 //! serves the API on the same port and reaches the engine over the command bridge.
 
-use super::listen::{AdminListen, check_api, check_chaos, check_peer};
+use super::listen::{AdminListen, await_free, check_api, check_chaos, check_peer};
 use super::pages::NodePages;
 use super::{peer_key, resolve_model, served_name};
 use crate::api::http::http_handler;
@@ -120,6 +120,14 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
     let log = Log::new(args.log_format == LogFormat::Json).quiet(args.share_memory_with.is_some());
     let listen = args.listen.unwrap_or_else(|| default_listen(role));
     check(role, &command, listen)?;
+    await_free("--listen", listen)?;
+    for (what, address) in [
+        ("--admin-listen", args.admin_listen),
+        ("--health-listen", args.health_listen),
+        ("--peer-listen", command.join.peer_listen),
+    ] {
+        address.map_or(Ok(()), |address| await_free(what, address))?;
+    }
     let drain = Drain::new();
     signals::install(&drain).map_err(|error| format!("cannot install signal handlers: {error}"))?;
 

@@ -95,7 +95,7 @@ impl AdminPages for NodePages {
         self.metrics.render(out);
         self.perf.render(out);
         self.board.write_gauges(out);
-        self.health.write_metrics("kvserve", out);
+        self.health.write_metrics("kvserve_", out);
     }
 
     fn debug(

@@ -3,7 +3,7 @@
 //! Shard 0 keeps the registry and tells it to all shards over [`Nodes`]; each shard forwards
 //! on its own.
 
-use super::listen::{check_api, check_peer};
+use super::listen::{await_free, check_api, check_peer};
 use super::pages::{health_page, ready_page};
 use super::peer_key;
 use crate::api::http::http_handler;
@@ -92,6 +92,14 @@ pub fn run_proxy(args: ProxyArgs) -> Result<i32, String> {
     check_peer(args.peer_listen, args.peer_key_file.is_some())?;
     if let Some(admin) = args.admin_listen {
         check_api("--admin-listen", admin, args.insecure_no_auth)?;
+    }
+    for (what, address) in [
+        ("--listen", Some(args.listen)),
+        ("--peer-listen", Some(args.peer_listen)),
+        ("--admin-listen", args.admin_listen),
+        ("--health-listen", args.health_listen),
+    ] {
+        address.map_or(Ok(()), |address| await_free(what, address))?;
     }
     let key = match &args.peer_key_file {
         Some(file) => peer_key::read(file)?,
@@ -468,7 +476,7 @@ impl AdminPages for ProxyPages {
     }
 
     fn metrics(&self, out: &mut String) {
-        self.health.write_metrics("kvserve", out);
+        self.health.write_metrics("kvserve_", out);
     }
 
     fn debug(

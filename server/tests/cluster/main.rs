@@ -3,6 +3,7 @@
 //! One binary for all of them, and one cluster at a time: each takes both cores of a small
 //! machine. `KVSERVE_TEST_RUNS` raises the number of runs of the fault tests (3 by default).
 
+#[path = "../harness/mod.rs"]
 mod harness;
 
 mod client_leaves;

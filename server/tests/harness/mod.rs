@@ -1,12 +1,24 @@
-//! Starting clusters, talking to them, looking at their ledgers.
+//! Starting clusters and single nodes, talking to them, looking at their ledgers; and what
+//! stands between nodes or lies to them.
+
+// Two test binaries share this; each uses its part.
+#![allow(dead_code, unused_imports)]
 
 mod client;
 mod fixture;
+mod node;
+mod peer;
 mod process;
+mod relay;
+mod thread_stop;
 
-pub use client::{get, post, post_stream, try_post};
+pub use client::{Answer, Stream, get, post, post_stream, post_with, try_post};
 pub use fixture::{Case, fixture, tiny_qwen2};
-pub use process::{Cluster, Options, model_path, one_at_a_time, skipped};
+pub use node::{Fleet, Node, Pair, Spec, cpus, free_port, key_file};
+pub use peer::{DataEnd, Identity, Liar, PeerEnd, closed_by_peer, identity_of};
+pub use process::{Cluster, Options, model_path, one_at_a_time, skipped, two_at_a_time};
+pub use relay::{Act, Flow, Relay, Way};
+pub use thread_stop::StoppedThread;
 
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};

@@ -13,11 +13,26 @@ const READ_LIMIT: Duration = Duration::from_secs(90);
 #[derive(Debug, Clone)]
 pub struct Answer {
     pub status: u16,
-
+    /// The lines above the body.
+    pub head: String,
     pub body: String,
 }
 
 impl Answer {
+    /// Value of a header, by its lower-case name.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| {
+            let (key, value) = line.split_once(':')?;
+            (key.to_ascii_lowercase() == name).then_some(value.trim())
+        })
+    }
+
+    /// Code of the error object.
+    pub fn error_code(&self) -> String {
+        let code = &self.json()["error"]["code"];
+        code.as_str().unwrap_or_default().to_string()
+    }
+
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.body)
             .unwrap_or_else(|error| panic!("no JSON ({error}) in: {}", self.body))
@@ -59,10 +74,10 @@ fn read_head(reader: &mut BufReader<TcpStream>) -> std::io::Result<(u16, String)
 
 fn whole(address: SocketAddr, head: &str, body: &str) -> std::io::Result<Answer> {
     let mut reader = send(address, head, body)?;
-    let (status, _) = read_head(&mut reader)?;
+    let (status, head) = read_head(&mut reader)?;
     let mut body = String::new();
     reader.read_to_string(&mut body)?;
-    Ok(Answer { status, body })
+    Ok(Answer { status, head, body })
 }
 
 pub fn try_post(address: SocketAddr, path: &str, body: &Value) -> std::io::Result<Answer> {
@@ -71,6 +86,30 @@ pub fn try_post(address: SocketAddr, path: &str, body: &Value) -> std::io::Resul
 
 pub fn post(address: SocketAddr, path: &str, body: &Value) -> Answer {
     try_post(address, path, body).unwrap_or_else(|error| panic!("POST {path}: {error}"))
+}
+
+/// A POST with further header lines, each ending with CRLF.
+pub fn post_with(address: SocketAddr, path: &str, headers: &str, body: &Value) -> Answer {
+    // The request line ends where further headers may begin.
+    let head = format!("POST {path} HTTP/1.0\r\n{headers}x-end: 1");
+    whole_raw(address, &head, &body.to_string())
+        .unwrap_or_else(|error| panic!("POST {path}: {error}"))
+}
+
+fn whole_raw(address: SocketAddr, head: &str, body: &str) -> std::io::Result<Answer> {
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
+    stream.set_read_timeout(Some(READ_LIMIT))?;
+    write!(
+        stream,
+        "{head}\r\nhost: test\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    )?;
+    let mut reader = BufReader::new(stream);
+    let (status, head) = read_head(&mut reader)?;
+    let mut body = String::new();
+    reader.read_to_string(&mut body)?;
+    Ok(Answer { status, head, body })
 }
 
 pub fn get(address: SocketAddr, path: &str) -> std::io::Result<Answer> {

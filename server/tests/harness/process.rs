@@ -2,11 +2,12 @@
 
 use super::client::{get, post};
 use super::eventually;
+use super::node::free_port;
 use serde_json::Value;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 /// One cluster at a time on this machine.
@@ -14,6 +15,30 @@ pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     // A failed test must not fail the others.
     TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// A turn of [`two_at_a_time`]; dropping it lets the next test in.
+pub struct Turn(());
+
+static TURNS: (Mutex<usize>, Condvar) = (Mutex::new(2), Condvar::new());
+
+/// Tests of single nodes, which mostly wait, share the two CPUs that their nodes are pinned to.
+pub fn two_at_a_time() -> Turn {
+    let (left, freed) = &TURNS;
+    let mut left = left.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    while *left == 0 {
+        left = (freed.wait(left)).unwrap_or_else(|poisoned| poisoned.into_inner());
+    }
+    *left -= 1;
+    Turn(())
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let (left, freed) = &TURNS;
+        *left.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += 1;
+        freed.notify_one();
+    }
 }
 
 /// The default model, fetched as a user's would be; `None` when tests may skip it.
