@@ -8,7 +8,7 @@
 use crate::pool::{PageId, PoolMemory};
 use std::fmt;
 use std::str::FromStr;
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
 /// Bytes of each sample in [`ChecksumMode::Sampled`]: one cache line.
 const SAMPLE_BYTES: usize = 64;
@@ -83,7 +83,7 @@ impl FromStr for ChecksumMode {
 pub fn checksum(mode: ChecksumMode, bytes: &[u8]) -> u64 {
     match mode {
         ChecksumMode::Off => 0,
-        ChecksumMode::Full => xxh3_64(bytes),
+        ChecksumMode::Full => crate::copy::hash(bytes),
         ChecksumMode::Sampled => {
             let mut hash = Xxh3::with_seed(SAMPLED_SEED);
             for block in bytes.chunks(SAMPLE_EVERY_BYTES) {

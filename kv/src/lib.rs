@@ -7,6 +7,7 @@
 //! parameters are opaque bytes.
 
 pub mod checksum;
+pub mod copy;
 pub mod layout;
 pub mod lease;
 pub mod ledger;

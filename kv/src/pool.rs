@@ -3,10 +3,40 @@
 //! The pool knows nothing of page states. Whoever reads or writes a page through
 //! [`PoolMemory::page`] must hold it by the ledger's rules; that is what makes the raw pointers
 //! sound, and why they are only dereferenced in the backend's kernels and the transports.
+//!
+//! Before the pages lies a head that a peer on this host reads through its own map:
+//!
+//! ```text
+//! 0 magic 8 · 8 head bytes 8 · 16 page stride 8 · 24 pages 8 · 32 nonce 32 · 64 zero 64
+//! 128 one generation word of 8 bytes a page, then zeros up to a multiple of 4,096: the pages
+//! ```
+//!
+//! Nobody can take such a map back, so a page's generation is raised before the page is used for
+//! anything else ([`crate::ledger::Ledger::of_pool`] does it), and a reader compares it before
+//! and after its copy.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+/// First word of a pool's head; the number is the layout's version.
+pub(crate) const HEAD_MAGIC: u64 = u64::from_le_bytes(*b"kvspool1");
+
+/// Where the generation words begin.
+pub(crate) const GENERATIONS_AT: usize = 128;
+
+/// The pages begin at a multiple of this: a memory page, so that a page of KV never shares one
+/// with the head.
+const HEAD_ALIGN: usize = 4096;
+
+/// Bytes of the head of a pool of so many pages; `None` when that overflows.
+pub(crate) fn head_bytes(pages: usize) -> Option<usize> {
+    let generations = pages.checked_mul(8)?;
+    GENERATIONS_AT
+        .checked_add(generations)?
+        .checked_next_multiple_of(HEAD_ALIGN)
+}
 
 /// A page's place in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -23,8 +53,12 @@ pub enum PoolKind {
 
 /// A pool of equal pages at a fixed address.
 pub struct PoolMemory {
+    /// Start of the mapping: the head.
+    head: NonNull<u8>,
+    /// The first page.
     base: NonNull<u8>,
     mapped_bytes: usize,
+    nonce: [u8; 32],
     page_stride: usize,
     pages: usize,
     kind: PoolKind,
@@ -44,16 +78,24 @@ impl PoolMemory {
     /// # Errors
     /// When the size overflows or the kernel refuses the memfd, its size or the mapping.
     pub fn memfd(pages: usize, page_bytes: usize) -> io::Result<Self> {
-        let page_stride = page_bytes.next_multiple_of(64);
+        let impossible = || {
+            io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("a KV pool of {pages} pages of {page_bytes} bytes cannot be mapped"),
+            )
+        };
+        let page_stride = page_bytes
+            .checked_next_multiple_of(64)
+            .ok_or_else(impossible)?;
+        let head_bytes = head_bytes(pages).ok_or_else(impossible)?;
         let mapped_bytes = pages
             .checked_mul(page_stride)
-            .filter(|bytes| *bytes > 0 && *bytes <= isize::MAX as usize)
-            .ok_or_else(|| {
-                io::Error::new(
-                    io::ErrorKind::InvalidInput,
-                    format!("a KV pool of {pages} pages of {page_bytes} bytes cannot be mapped"),
-                )
-            })?;
+            .filter(|bytes| *bytes > 0)
+            .and_then(|bytes| bytes.checked_add(head_bytes))
+            .filter(|bytes| *bytes <= isize::MAX as usize)
+            .ok_or_else(impossible)?;
+        let mut nonce = [0u8; 32];
+        fill_random(&mut nonce)?;
         // SAFETY: the name is a valid C string; the flags ask for a sealable descriptor.
         let fd = unsafe {
             libc::memfd_create(
@@ -87,10 +129,28 @@ impl PoolMemory {
         if address == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let base = NonNull::new(address.cast::<u8>()).expect("mmap gave a null mapping");
+        let head = NonNull::new(address.cast::<u8>()).expect("mmap gave a null mapping");
+        // A hint that a kernel may decline: fewer TLB misses where it backs memfds by 2 MiB pages.
+        // SAFETY: the mapping was just made with this length.
+        unsafe { libc::madvise(address, mapped_bytes, libc::MADV_HUGEPAGE) };
+        let words = [
+            HEAD_MAGIC,
+            head_bytes as u64,
+            page_stride as u64,
+            pages as u64,
+        ];
+        for (at, word) in words.into_iter().enumerate() {
+            // SAFETY: the head has more than 64 bytes, is aligned, and nobody else maps it yet.
+            unsafe { head.cast::<u64>().add(at).write(word.to_le()) };
+        }
+        // SAFETY: as above; the nonce lies at 32 .. 64.
+        unsafe { head.add(32).cast::<[u8; 32]>().write(nonce) };
         let pool = PoolMemory {
-            base,
+            head,
+            // SAFETY: the head is shorter than the mapping.
+            base: unsafe { head.add(head_bytes) },
             mapped_bytes,
+            nonce,
             page_stride,
             pages,
             kind: PoolKind::Memfd,
@@ -123,7 +183,7 @@ impl PoolMemory {
         self.page_stride
     }
 
-    /// Bytes mapped.
+    /// Bytes mapped, the head included.
     pub fn bytes(&self) -> usize {
         self.mapped_bytes
     }
@@ -133,7 +193,7 @@ impl PoolMemory {
         self.kind
     }
 
-    /// Base address of the mapping.
+    /// Address of the first page.
     pub fn base(&self) -> NonNull<u8> {
         self.base
     }
@@ -151,6 +211,45 @@ impl PoolMemory {
         unsafe { self.base.as_ptr().add(page.0 as usize * self.page_stride) }
     }
 
+    /// A page's generation, as a lease of it is granted with.
+    pub fn generation(&self, page: PageId) -> u64 {
+        self.generation_word(page).load(Ordering::Acquire)
+    }
+
+    /// Raises a page's generation: from here on a peer's copy that names the old one fails.
+    /// Called before anything is written into a page that a peer may have been reading.
+    pub fn raise_generation(&self, page: PageId) {
+        self.generation_word(page).fetch_add(1, Ordering::AcqRel);
+        // The words of the page are written after this, never before: a reader that sees one of
+        // them sees the new generation too.
+        fence(Ordering::Release);
+    }
+
+    fn generation_word(&self, page: PageId) -> &AtomicU64 {
+        assert!(
+            (page.0 as usize) < self.pages,
+            "page {} of {}",
+            page.0,
+            self.pages
+        );
+        // SAFETY: the head holds one aligned word for each page, mapped as long as `self` lives,
+        // and this process touches it by atomic operations only.
+        unsafe {
+            AtomicU64::from_ptr(
+                self.head
+                    .add(GENERATIONS_AT)
+                    .cast::<u64>()
+                    .add(page.0 as usize)
+                    .as_ptr(),
+            )
+        }
+    }
+
+    /// Random bytes in the pool's head: who maps it and finds them has mapped this very pool.
+    pub fn nonce(&self) -> [u8; 32] {
+        self.nonce
+    }
+
     /// The memfd, to pass to an authenticated peer on the same host.
     pub fn memfd_raw(&self) -> Option<RawFd> {
         self.memfd.as_ref().map(|fd| fd.as_raw_fd())
@@ -160,7 +259,18 @@ impl PoolMemory {
 impl Drop for PoolMemory {
     fn drop(&mut self) {
         // SAFETY: the mapping was made by `memfd` with this address and length.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.mapped_bytes) };
+        unsafe { libc::munmap(self.head.as_ptr().cast(), self.mapped_bytes) };
+    }
+}
+
+/// Fills `bytes` from the kernel's generator.
+fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
+    // SAFETY: the slice is valid for writes; up to 256 bytes come whole or not at all.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if count == bytes.len() as isize {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
 }
 
@@ -210,6 +320,32 @@ mod tests {
             *pool.page(PageId(2)) = 7;
             assert_eq!(*pool.page(PageId(2)), 7);
         }
+    }
+
+    #[test]
+    fn generations_belong_to_one_page_each_and_pages_start_behind_them() {
+        let pool = PoolMemory::memfd(600, 64).unwrap();
+        assert_eq!(pool.page(PageId(0)) as usize % HEAD_ALIGN, 0);
+        assert_eq!(pool.bytes(), 8192 + 600 * 64);
+        pool.raise_generation(PageId(599));
+        pool.raise_generation(PageId(599));
+        pool.raise_generation(PageId(3));
+        for page in 0..600 {
+            let expected = match page {
+                599 => 2,
+                3 => 1,
+                _ => 0,
+            };
+            assert_eq!(pool.generation(PageId(page)), expected, "page {page}");
+        }
+        // SAFETY: the first page is the test's.
+        assert_eq!(
+            unsafe { *pool.page(PageId(0)) },
+            0,
+            "no word lies in a page"
+        );
+        let other = PoolMemory::memfd(1, 64).unwrap();
+        assert_ne!(pool.nonce(), other.nonce());
     }
 
     #[test]

@@ -147,7 +147,12 @@ fn a_service_that_refuses_says_why_and_gets_nothing_of_the_books() {
 #[test]
 fn a_publisher_that_is_dropped_aborts_and_wrong_bytes_are_noticed() {
     on_shard(|shard| async move {
-        let (d, p) = pair(&shard).await;
+        let p = Node::start(&shard, "p", Role::Prefill);
+        let mut patient = config("d", Role::Decode);
+        patient.limits.mismatches_max = u32::MAX;
+        let d = Node::with(&shard, patient);
+        d.peers.dial(p.addr());
+        until(&shard, SOON, "the pair comes up", || d.can_pull_from("p")).await;
         p.service.script.set(Script::DropAfterGrant);
         let mut migration = d.ask("p", &prompt(3), Duration::from_secs(30));
         let error = follow(&mut migration).await.failed.expect("aborted");

@@ -2,10 +2,11 @@
 
 use super::guards::GuardTable;
 use super::state::{self, AllocateAs, IllegalEvent, PageEvent, PageState};
-use crate::pool::PageId;
+use crate::pool::{PageId, PoolMemory};
 use kvserve_runtime::GuardToken;
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 
 /// A pool with more than one page in this many quarantined is not ready (PROTOCOL E2: 1 %).
 const QUARANTINED_PART_MAX: usize = 100;
@@ -86,9 +87,25 @@ pub struct Ledger {
     free: VecDeque<PageId>,
     counts: [usize; PageState::COUNT],
     guards: GuardTable,
+    /// The pool whose generations are raised, if a peer may map it.
+    pool: Option<Arc<PoolMemory>>,
 }
 
 impl Ledger {
+    /// The ledger of a pool that peers on this host may map (PROTOCOL X2): a page's generation
+    /// is raised when it leaves a lease and when it is handed out, so before any reuse.
+    pub fn of_pool(pool: Arc<PoolMemory>) -> Self {
+        Ledger {
+            pool: Some(pool.clone()),
+            ..Ledger::new(pool.pages())
+        }
+    }
+
+    /// Whether this ledger raises the generations of that pool.
+    pub fn raises_generations_of(&self, pool: &Arc<PoolMemory>) -> bool {
+        self.pool.as_ref().is_some_and(|own| Arc::ptr_eq(own, pool))
+    }
+
     /// A ledger of `pages` free pages, ids `0..pages`.
     pub fn new(pages: usize) -> Self {
         assert!(
@@ -107,6 +124,7 @@ impl Ledger {
             free: (0..pages as u32).map(PageId).collect(),
             counts,
             guards: GuardTable::new(),
+            pool: None,
         }
     }
 
@@ -312,6 +330,7 @@ impl Ledger {
             free,
             counts,
             guards,
+            pool,
         } = self;
         guards.end(token, |page| {
             let entry = &mut pages[page.0 as usize];
@@ -321,7 +340,7 @@ impl Ledger {
                 (false, 0) => PageEvent::LastGuardEnded,
                 (false, _) => return,
             };
-            step(entry, page, event, free, counts);
+            step(entry, page, event, free, counts, pool.as_deref());
         });
         self.check_counts();
     }
@@ -350,7 +369,8 @@ impl Ledger {
     /// Applies an event that the caller's contract makes legal.
     fn must(&mut self, page: PageId, event: PageEvent) {
         let entry = &mut self.pages[page.0 as usize];
-        step(entry, page, event, &mut self.free, &mut self.counts);
+        let pool = self.pool.as_deref();
+        step(entry, page, event, &mut self.free, &mut self.counts, pool);
     }
 
     fn check_counts(&self) {
@@ -365,11 +385,17 @@ fn step(
     event: PageEvent,
     free: &mut VecDeque<PageId>,
     counts: &mut [usize; PageState::COUNT],
+    pool: Option<&PoolMemory>,
 ) {
     let state = entry.state;
     let Some(after) = state::next(state, event) else {
         panic!("{}", IllegalEvent { page, state, event });
     };
+    let lease_ends = state == PageState::Leased && after != PageState::Leased;
+    let handed_out = state == PageState::Free;
+    if let Some(pool) = pool.filter(|_| lease_ends || handed_out) {
+        pool.raise_generation(page);
+    }
     counts[state.index()] -= 1;
     counts[after.index()] += 1;
     entry.state = after;

@@ -56,7 +56,7 @@ impl Inner {
             Pulse::Suspect | Pulse::Dead => return missing(NotBegun::Suspect),
         }
         self.check_pull_path(&session);
-        match session.pull_path.get() {
+        match session.pull_path() {
             PullPath::Open(_) => Ok((session, id)),
             PullPath::None => missing(NotBegun::NoDataConnection),
         }

@@ -5,7 +5,7 @@ use crate::ledger::LedgerCell;
 use crate::pool::{PageId, PoolMemory};
 use crate::pull::{MigrationError, PullLimits};
 use crate::session::handshake::Refusal;
-use crate::session::{LivenessLimits, LocalNode, PeerKey, RefuseReason, RequestId, Role};
+use crate::session::{LivenessLimits, LocalNode, PeerKey, RefuseReason, RequestId, Role, ShmOffer};
 use crate::transport::chaos::ChaosHandle;
 use crate::{checksum::ChecksumMode, session::ServiceRefusal};
 use kvserve_runtime::{Deadline, Nanos};
@@ -41,12 +41,37 @@ pub struct PeerConfig {
     pub api_url: String,
     /// How much of a page a checksum covers. Both sides must agree.
     pub checksums: ChecksumMode,
+    /// Which way pages may take.
+    pub transport: TransportChoice,
     /// Times and bounds.
     pub limits: PeerLimits,
 }
 
+/// Which way pages may take between this node and its peers (PROTOCOL X1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum TransportChoice {
+    /// Shared memory with a peer on this host if a probe says so, else TCP.
+    #[default]
+    Auto,
+    /// Shared memory only.
+    Shm,
+    /// TCP only.
+    Tcp,
+}
+
+impl TransportChoice {
+    /// The name used on the command line.
+    pub fn label(self) -> &'static str {
+        match self {
+            TransportChoice::Auto => "auto",
+            TransportChoice::Shm => "shm",
+            TransportChoice::Tcp => "tcp",
+        }
+    }
+}
+
 impl PeerConfig {
-    pub(super) fn local(&self) -> LocalNode {
+    pub(super) fn local(&self, shm: ShmOffer) -> LocalNode {
         LocalNode {
             node_id: self.node_id.clone(),
             incarnation: self.incarnation,
@@ -60,6 +85,7 @@ impl PeerConfig {
                 ChecksumMode::Sampled => 1,
                 ChecksumMode::Full => 2,
             },
+            shm,
         }
     }
 }
@@ -87,6 +113,8 @@ pub struct PeerLimits {
     pub outbox_bytes_max: usize,
     /// Between two lists of live leases.
     pub renew: Duration,
+    /// Pages that did not match their checksums before their way is out of use.
+    pub mismatches_max: u32,
 }
 
 impl Default for PeerLimits {
@@ -101,6 +129,7 @@ impl Default for PeerLimits {
             back_off: (Duration::from_millis(50), Duration::from_secs(2)),
             outbox_bytes_max: 4 << 20,
             renew: Duration::from_secs(2),
+            mismatches_max: 2,
         }
     }
 }
@@ -129,6 +158,11 @@ pub trait PeerEvents {
     fn down(&self, node_id: &str, reason: RefuseReason, by_peer: bool);
     /// A frame of the layer above.
     fn app(&self, node_id: &str, kind: u16, bytes: &[u8]);
+    /// The way of pages pulled from a peer was chosen or has changed: `shm`, `tcp` or, when
+    /// there is none (any more), an empty text; and why, if there is more to say.
+    fn path(&self, node_id: &str, path: &'static str, reason: &str) {
+        let _unused: (&str, &str, &str) = (node_id, path, reason);
+    }
     /// A handshake failed; for the log. The address is the other end's.
     fn refused(&self, address: SocketAddr, refusal: &Refusal) {
         let _unused: (SocketAddr, &Refusal) = (address, refusal);
@@ -269,6 +303,18 @@ pub struct PeerCounters {
     pub frames_stale: u64,
     /// Data connections that came up.
     pub data_connections: u64,
+    /// Pools of peers that were mapped.
+    pub pools_mapped: u64,
+    /// Times that this node's pool was handed over.
+    pub pools_given: u64,
+    /// Requests for this node's pool that were refused.
+    pub pools_refused: u64,
+    /// Sessions that fell back from shared memory to TCP.
+    pub path_fallbacks: u64,
+    /// Pages that did not match their checksums.
+    pub checksum_mismatches: u64,
+    /// Ways taken out of use for that.
+    pub paths_out_of_use: u64,
     /// Attempts begun.
     pub attempts: u64,
     /// Attempts that committed.

@@ -4,6 +4,7 @@
 //! nothing it says is acted on. One control connection per node pair: of two that meet, the
 //! newer of one dialler stays, else that of the node with the smaller id; both ends judge alike.
 
+use super::config::TransportChoice;
 use super::entropy;
 use super::hub::Inner;
 use super::session::Session;
@@ -12,7 +13,7 @@ use crate::session::handshake::Refusal;
 use crate::session::seal::{FrameStream, WireError, open_plain};
 use crate::session::{Frame, Handshake, PeerIdentity, RefuseReason, SealedChannel, Step};
 use kvserve_runtime::Nanos;
-use kvserve_runtime::net::{TcpListener, TcpStream};
+use kvserve_runtime::net::{Socket, TcpListener, TcpStream};
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::SocketAddr;
@@ -94,7 +95,7 @@ async fn dial_once(inner: &Rc<Inner>, dial: &Dial) -> Result<(), Refusal> {
     let shaken = within(&inner.shard, inner.config.limits.handshake, async {
         let stream = TcpStream::connect(address).await.map_err(io_refusal)?;
         let nonce = entropy::bytes().map_err(io_refusal)?;
-        let local = inner.config.local();
+        let local = inner.config.local(inner.shm_offer.clone());
         let (handshake, first) = Handshake::dial(local, inner.config.key.clone(), nonce);
         stream.write_all(&first).await.map_err(io_refusal)?;
         let mut frames = FrameStream::new();
@@ -181,7 +182,11 @@ async fn take_in(
         return Ok(None);
     }
     let nonce = entropy::bytes().map_err(io_refusal)?;
-    let mut handshake = Handshake::accept(inner.config.local(), inner.config.key.clone(), nonce);
+    let mut handshake = Handshake::accept(
+        inner.config.local(inner.shm_offer.clone()),
+        inner.config.key.clone(),
+        nonce,
+    );
     let admit = &mut |peer: &PeerIdentity| inner.admit(peer, false, address);
     let send = match handshake.on_frame(&first, admit) {
         Step::Continue { send, .. } => send,
@@ -231,7 +236,10 @@ async fn shake(
     }
 }
 
-async fn next_frame(stream: &TcpStream, frames: &mut FrameStream) -> Result<Vec<u8>, Refusal> {
+pub(super) async fn next_frame(
+    stream: &Socket,
+    frames: &mut FrameStream,
+) -> Result<Vec<u8>, Refusal> {
     let mut buffer = [0; 1024];
     loop {
         match frames.next_frame() {
@@ -326,6 +334,17 @@ impl Inner {
         self.sessions.borrow_mut().insert(number, session.clone());
         self.count(|counters| counters.sessions_up += 1);
         self.events.up(session.view(self.config.role.pulls()));
+        if self.config.role.pulls() && session.peer.role.serves() {
+            let (node_id, choice) = (&session.peer.node_id, self.config.transport);
+            match self.shm_plan(&session.peer) {
+                // Told when it is settled.
+                Ok(()) => {}
+                Err(reason) if choice == TransportChoice::Shm => {
+                    self.events.path(node_id, "", reason);
+                }
+                Err(reason) => self.events.path(node_id, "tcp", reason),
+            }
+        }
         Ok(session)
     }
 }

@@ -1,6 +1,7 @@
 //! Data connections: opened by the session's dialler for whichever side pulls, proven by a token
 //! of the session that serves once, then handed to the transport.
 
+use super::config::TransportChoice;
 use super::connect::{io_refusal, jitter, violation, wire_refusal};
 use super::hub::Inner;
 use super::session::{PullPath, Session};
@@ -36,9 +37,10 @@ impl Inner {
     /// On the session's dialler: keeps its data connections up. Never ends by itself.
     pub(super) async fn data_loop(&self, session: &Session) {
         let (we, they) = (self.config.role, session.peer.role);
+        let tcp = self.config.transport != TransportChoice::Shm;
         let lanes = [
-            (LANE_DIALLER_PULLS, we.pulls() && they.serves()),
-            (LANE_ACCEPTOR_PULLS, we.serves() && they.pulls()),
+            (LANE_DIALLER_PULLS, tcp && we.pulls() && they.serves()),
+            (LANE_ACCEPTOR_PULLS, tcp && we.serves() && they.pulls()),
         ];
         let mut pause = DATA_PAUSE.0;
         loop {
@@ -72,7 +74,7 @@ impl Inner {
     fn lane_stands(&self, session: &Session, lane: u16) -> bool {
         if lane == LANE_DIALLER_PULLS {
             self.check_pull_path(session);
-            return matches!(session.pull_path.get(), PullPath::Open(_));
+            return matches!(session.tcp_path.get(), PullPath::Open(_));
         }
         let mut served = session.served.borrow_mut();
         if let Some(pages) = &self.pages {
@@ -85,7 +87,7 @@ impl Inner {
         let stream = TcpStream::connect(session.address)
             .await
             .map_err(io_refusal)?;
-        let count = next_count(session, lane);
+        let count = session.next_count(lane);
         let open = session
             .channel
             .borrow()
@@ -165,7 +167,7 @@ impl Inner {
         };
         let stream = stream.into_std();
         if we_pull {
-            self.close_pull_path(session);
+            self.close_tcp_path(session);
             let channel = self
                 .hub
                 .open_channel(ChannelKind::Tcp, pages.transport_source, RING_POSTS)
@@ -179,7 +181,7 @@ impl Inner {
                 self.hub.close_channel(channel);
                 return Err(io_refusal(error));
             }
-            session.pull_path.set(PullPath::Open(channel));
+            session.tcp_path.set(PullPath::Open(channel));
             session.pump(self);
         } else {
             let older = session.served.take();
@@ -202,9 +204,12 @@ impl Inner {
     }
 }
 
-fn next_count(session: &Session, lane: u16) -> u64 {
-    let mut counts = session.data_count.get();
-    counts[lane as usize] += 1;
-    session.data_count.set(counts);
-    counts[lane as usize]
+impl Session {
+    /// Number of the next token of a lane.
+    pub(super) fn next_count(&self, lane: u16) -> u64 {
+        let mut counts = self.data_count.get();
+        counts[lane as usize] += 1;
+        self.data_count.set(counts);
+        counts[lane as usize]
+    }
 }

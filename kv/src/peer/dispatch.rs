@@ -43,6 +43,12 @@ impl Inner {
                     session.send(self, &Frame::Release { id, lease, epoch });
                 }
             }
+            Frame::Places {
+                id,
+                lease,
+                first,
+                places,
+            } => self.on_places(session, id, lease, first, &places),
             Frame::Busy { id, retry_ms } => {
                 self.to_attempt(session, id, PullEvent::Busy { retry_ms });
             }

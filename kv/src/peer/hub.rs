@@ -7,6 +7,7 @@ use super::config::{
 use super::connect::Dial;
 use super::migrate::{AttemptCell, drive};
 use super::migration::Migration;
+use super::path::ShmPath;
 use super::serve::{Authority, Producer};
 use super::session::{PullPath, Session};
 use crate::lease::{LeaseCounters, LeaseTable, LeaseView, PeerSession};
@@ -14,14 +15,15 @@ use crate::ledger::LedgerCell;
 use crate::pool::PoolMemory;
 use crate::pull::{Attempt, MigrationError, Stage};
 use crate::session::frame::{API_URL_BYTES_MAX, APP_BYTES_MAX, NODE_ID_BYTES_MAX};
-use crate::session::{AttemptId, Frame, Pulse, RefuseReason, RequestId, Role};
+use crate::session::{AttemptId, Frame, Pulse, RefuseReason, RequestId, Role, ShmOffer};
 use crate::transport::chaos::{ChaosHandle, ChaosTransport};
+use crate::transport::shm::{ShmConfig, ShmCounters, ShmTransport};
 use crate::transport::tcp::{
-    ChannelState, ServerConfig, ServerCounters, TcpConfig, TcpCounters, TcpReadServer, TcpTransport,
+    ServerConfig, ServerCounters, TcpConfig, TcpCounters, TcpReadServer, TcpTransport,
 };
 use kvserve_runtime::completion::{Hub, SourceId};
 use kvserve_runtime::net::TcpListener;
-use kvserve_runtime::{Nanos, Shard};
+use kvserve_runtime::{ChannelId, Nanos, Shard};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::io;
@@ -36,6 +38,8 @@ pub(super) struct Pages {
     pub ledger: Rc<LedgerCell>,
     pub transport: Rc<RefCell<ChaosTransport<TcpTransport>>>,
     pub transport_source: SourceId,
+    pub shm: Rc<RefCell<ChaosTransport<ShmTransport>>>,
+    pub shm_source: SourceId,
     pub server: Rc<RefCell<TcpReadServer>>,
     pub authority: Rc<RefCell<Authority>>,
 }
@@ -46,6 +50,7 @@ pub(super) struct Inner {
     pub hub: Hub,
     pub config: PeerConfig,
     pub pages: Option<Pages>,
+    pub shm_offer: ShmOffer,
     pub service: Option<Rc<dyn PrefillService>>,
     pub events: Rc<dyn PeerEvents>,
     pub chaos: Option<ChaosHandle>,
@@ -118,6 +123,10 @@ impl PeerHub {
             }
             (Some(_), None) | (None, Some(_)) | (None, None) => None,
         };
+        let (shm_offer, pool_listener) = match &pages {
+            Some(pages) => super::path::offer(pages, config.role.serves(), config.transport)?,
+            None => Default::default(),
+        };
         let now = hub.now();
         let inner = Rc::new_cyclic(|me| Inner {
             me: me.clone(),
@@ -125,6 +134,7 @@ impl PeerHub {
             hub: hub.clone(),
             config,
             pages,
+            shm_offer,
             service: parts.prefill,
             events: parts.events,
             chaos: parts.chaos,
@@ -145,6 +155,11 @@ impl PeerHub {
                 .spawn(super::connect::accept_loop(inner.clone(), listener))
                 .detach();
         }
+        if let Some(listener) = pool_listener {
+            shard
+                .spawn(super::path::hand_over_loop(inner.clone(), listener))
+                .detach();
+        }
         shard.spawn(timer(inner.clone())).detach();
         Ok(PeerHub(inner))
     }
@@ -152,6 +167,12 @@ impl PeerHub {
     /// Where peers reach this node, if it listens.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.0.local_addr
+    }
+
+    /// Abstract name of the Unix socket at which this node's pool is handed over, if it is.
+    pub fn pool_socket(&self) -> Option<&str> {
+        let name = self.0.shm_offer.socket.as_str();
+        (!name.is_empty()).then_some(name)
     }
 
     /// Keeps a session with the node at `address` up, with back-off, until [`PeerHub::forget`].
@@ -336,6 +357,14 @@ impl PeerHub {
         }
     }
 
+    /// What was copied by shared memory.
+    pub fn shm_counters(&self) -> ShmCounters {
+        match &self.0.pages {
+            Some(pages) => pages.shm.borrow().inner().counters(),
+            None => ShmCounters::default(),
+        }
+    }
+
     /// Ends everything: no dials, no accepts, each session with `ShuttingDown`. The tasks end
     /// within a heartbeat.
     pub fn stop(&self) {
@@ -383,14 +412,23 @@ impl Inner {
     /// A pull connection that broke, or that the ladder took down, is closed, so that another
     /// one is opened.
     pub(super) fn check_pull_path(&self, session: &Session) {
-        let (Some(pages), PullPath::Open(channel)) = (&self.pages, session.pull_path.get()) else {
+        let Some(pages) = &self.pages else {
             return;
         };
-        let state = pages.transport.borrow().inner().channel_state(channel);
-        let works = self.hub.channel_is_open(channel) && state == Some(ChannelState::Open);
-        if !works {
-            self.close_pull_path(session);
-            session.data_bell.ring();
+        let works =
+            |channel: ChannelId| self.hub.channel_is_open(channel) && pages.is_open(channel);
+        match session.tcp_path.get() {
+            PullPath::Open(channel) if !works(channel) => {
+                self.close_tcp_path(session);
+                session.data_bell.ring();
+            }
+            PullPath::Open(_) | PullPath::None => {}
+        }
+        match session.shm_path.get() {
+            ShmPath::Open(channel) if !works(channel) => {
+                self.fall_back(session, "the peer's socket has ended");
+            }
+            ShmPath::Open(_) | ShmPath::Trying | ShmPath::Off => {}
         }
     }
 
@@ -478,7 +516,13 @@ fn open_pages(
     leases: &Rc<RefCell<LeaseTable>>,
 ) -> io::Result<Pages> {
     let tcp = TcpTransport::new(pool.clone(), config.page_bytes, TcpConfig::default())?;
-    let transport = Rc::new(RefCell::new(ChaosTransport::new(tcp, chaos)?));
+    let transport = Rc::new(RefCell::new(ChaosTransport::new(tcp, chaos.clone())?));
+    let copies = ShmConfig {
+        checksums: config.checksums,
+        ..ShmConfig::default()
+    };
+    let shm = ShmTransport::new(pool.clone(), config.page_bytes, copies)?;
+    let shm = Rc::new(RefCell::new(ChaosTransport::new(shm, chaos)?));
     let authority = Rc::new(RefCell::new(Authority::new(
         config.incarnation,
         leases.clone(),
@@ -491,12 +535,15 @@ fn open_pages(
         ServerConfig::default(),
     )?));
     let transport_source = hub.add_source(transport.clone());
+    let shm_source = hub.add_source(shm.clone());
     hub.add_source(server.clone());
     Ok(Pages {
         pool,
         ledger,
         transport,
         transport_source,
+        shm,
+        shm_source,
         server,
         authority,
     })

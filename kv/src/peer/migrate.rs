@@ -16,7 +16,7 @@ use crate::pull::{Attempt, AttemptPhase, PullEffect, PullEvent, PullNews};
 use crate::session::AttemptId;
 use crate::transport::{Read, Transport};
 use kvserve_runtime::completion::Completion;
-use kvserve_runtime::{Deadline, EndReason, Nanos};
+use kvserve_runtime::{ChannelId, ChannelKind, Deadline, EndReason, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
@@ -66,6 +66,8 @@ pub(super) struct AttemptCell {
     unquiet: RefCell<Vec<(u64, Vec<PageId>)>>,
     checks: RefCell<VecDeque<Check>>,
     moved: Cell<u64>,
+    /// The lease whose places the copy queue knows.
+    pub learnt: Cell<Option<(ChannelId, u64)>>,
     pub news: RefCell<VecDeque<MigrationEvent>>,
     pub waiter_gone: Cell<bool>,
     driver_bell: Bell,
@@ -91,6 +93,7 @@ impl AttemptCell {
             unquiet: RefCell::default(),
             checks: RefCell::default(),
             moved: Cell::new(0),
+            learnt: Cell::new(None),
             news: RefCell::default(),
             waiter_gone: Cell::new(false),
             driver_bell: Bell::new(&inner.hub, "peer.attempt"),
@@ -108,6 +111,10 @@ impl AttemptCell {
 
     pub(super) fn lease_live(&self) -> Option<u64> {
         self.machine.borrow().lease_live()
+    }
+
+    pub(super) fn lease_granted(&self) -> Option<(u64, u32)> {
+        self.machine.borrow().lease_granted()
     }
 
     pub(super) fn progress(&self) -> (u32, u32) {
@@ -138,11 +145,11 @@ impl AttemptCell {
 
     /// Before a stage limit is judged: has the connection moved since the last look?
     fn look_if_moved(&self, inner: &Inner, effects: &mut Vec<PullEffect>) {
-        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path.get())
+        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path())
         else {
             return;
         };
-        let bytes = pages.transport.borrow().inner().bytes_received(channel);
+        let bytes = pages.moved(channel);
         if bytes != self.moved.replace(bytes) {
             let now = inner.hub.now();
             self.machine.borrow_mut().on(now, PullEvent::Moved, effects);
@@ -216,6 +223,13 @@ impl AttemptCell {
     fn ended(&self, inner: &Inner, free: bool) {
         let id = self.id();
         self.session.attempts.borrow_mut().remove(&id);
+        if let (Some(pages), Some((channel, lease))) = (&inner.pages, self.learnt.take()) {
+            pages
+                .shm
+                .borrow_mut()
+                .inner_mut()
+                .forget_lease(channel, lease);
+        }
         let targets = self.targets.take();
         if let Some(pages) = inner.pages.as_ref().filter(|_| free && !targets.is_empty()) {
             pages.ledger.with(|ledger| ledger.free(&targets));
@@ -239,7 +253,7 @@ impl AttemptCell {
 
     /// Posts one read; `false` when it could not be.
     pub(super) fn post(&self, inner: &Inner, post: PostArgs) -> bool {
-        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path.get())
+        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path())
         else {
             return false;
         };
@@ -275,7 +289,13 @@ impl AttemptCell {
             first: post.first,
             into,
         };
-        let posted = pages.transport.borrow_mut().post(channel, work, vec![read]);
+        let posted = match channel.kind {
+            ChannelKind::SharedMemory => pages.shm.borrow_mut().post(channel, work, vec![read]),
+            _ => {
+                pages.shm.borrow_mut().inner_mut().forget_sums(&read.into);
+                pages.transport.borrow_mut().post(channel, work, vec![read])
+            }
+        };
         if let Err(failed) = posted {
             inner.hub.unpost(work, 1, failed.code);
             return false;
@@ -330,23 +350,29 @@ impl AttemptCell {
             let Some(page) = page else {
                 return true;
             };
-            // SAFETY: the attempt owns the page (state Pulling, phase checked just above), its
-            // read has ended physically, and no task of this shard runs before the call returns.
-            let found = unsafe {
-                page_checksum(
-                    inner.config.checksums,
-                    &pages.pool,
-                    page,
-                    inner.config.page_bytes,
-                )
-            };
-            bytes += inner.config.page_bytes;
+            // Of the bytes as they were stored, when the copy has computed it.
+            let landed = pages.shm.borrow().inner().landed_sum(page);
+            let found = landed.unwrap_or_else(|| {
+                bytes += inner.config.page_bytes;
+                // SAFETY: the attempt owns the page (state Pulling, phase checked just above),
+                // its read has ended physically, and no task of this shard runs before the call
+                // returns.
+                unsafe {
+                    page_checksum(
+                        inner.config.checksums,
+                        &pages.pool,
+                        page,
+                        inner.config.page_bytes,
+                    )
+                }
+            });
             if found != *wanted {
                 let wrong = PullEvent::Checked {
                     count: 0,
                     wrong: Some(at as u32),
                 };
                 self.feed(inner, wrong);
+                inner.mismatched(&self.session);
                 return true;
             }
         }
@@ -434,10 +460,8 @@ impl Session {
     }
 
     fn room(&self, inner: &Inner) -> usize {
-        match (&inner.pages, self.pull_path.get()) {
-            (Some(pages), PullPath::Open(channel)) => {
-                pages.transport.borrow().inner().room(channel)
-            }
+        match (&inner.pages, self.pull_path()) {
+            (Some(pages), PullPath::Open(channel)) => pages.room(channel),
             // Without a connection a post fails at once, which is what should happen.
             (None, _) | (Some(_), PullPath::None) => 1,
         }

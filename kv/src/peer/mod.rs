@@ -23,6 +23,7 @@ mod entropy;
 mod hub;
 mod migrate;
 mod migration;
+mod path;
 mod serve;
 mod session;
 mod wait;
@@ -34,7 +35,7 @@ pub use crate::session::{
 };
 pub use config::{
     IncomingPrefill, PeerConfig, PeerCounters, PeerEvents, PeerLimits, PeerParts, PeerState,
-    PeerView, PrefillAsk, PrefillError, PrefillService, SendError,
+    PeerView, PrefillAsk, PrefillError, PrefillService, SendError, TransportChoice,
 };
 pub use entropy::{fresh_incarnation, fresh_key};
 pub use hub::{AttemptView, PeerHub};

@@ -97,7 +97,10 @@ impl Publisher {
             .inner
             .with_leases(|leases, out| leases.grant(now, session, id, &pages, out));
         match granted {
-            Ok(_lease) => {
+            Ok(lease) => {
+                if let Some(session) = self.inner.session_numbered(session) {
+                    self.inner.send_places(&session, id, lease, &pages);
+                }
                 self.producer.pages.replace(pages);
                 Ok(())
             }

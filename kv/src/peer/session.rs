@@ -4,9 +4,11 @@
 //! [`Inner::finish_session`] does the work (channels first, then leases, then attempts, then the
 //! events) and runs at the top of a task, where nothing is borrowed.
 
+use super::config::TransportChoice;
 use super::config::{PeerState, PeerView};
 use super::hub::Inner;
 use super::migrate::{AttemptCell, PostArgs};
+use super::path::ShmPath;
 use super::wait::{Bell, Either, Woken, race, within};
 use crate::lease::PeerSession;
 use crate::pull::PullEvent;
@@ -74,11 +76,19 @@ pub(super) struct Session {
     /// The last word is in the outbox: the writer ends when that is empty.
     bye_queued: Cell<bool>,
     end_bell: Bell,
-    pub pull_path: Cell<PullPath>,
+    pub tcp_path: Cell<PullPath>,
+    /// TCP must not be pulled over: by the node's choice, or after mismatches.
+    pub tcp_out: Cell<bool>,
+    pub shm_path: Cell<ShmPath>,
+    pub path_bell: Bell,
+    /// Peers' maps of our pool: one once it was handed over.
+    pub maps_served: Cell<u32>,
+    /// Pages that did not match since the path was chosen.
+    pub mismatches: Cell<u32>,
     /// Data connections on which the peer reads from us.
     pub served: RefCell<Vec<ConnectionId>>,
     /// Number of the newest data connection of each lane; tokens serve once.
-    pub data_count: Cell<[u64; 2]>,
+    pub data_count: Cell<[u64; 4]>,
     pub data_bell: Bell,
     pub grant_highest: Cell<u64>,
     pub renewed_at: Cell<Nanos>,
@@ -98,6 +108,10 @@ impl Session {
         channel: SealedChannel,
     ) -> Self {
         let now = inner.hub.now();
+        let shm_path = match inner.shm_plan(&peer) {
+            Ok(()) => ShmPath::Trying,
+            Err(_told_when_it_is_registered) => ShmPath::Off,
+        };
         Session {
             number,
             peer,
@@ -113,9 +127,14 @@ impl Session {
             finished: Cell::new(false),
             bye_queued: Cell::new(false),
             end_bell: Bell::new(&inner.hub, "peer.session"),
-            pull_path: Cell::new(PullPath::None),
+            tcp_path: Cell::new(PullPath::None),
+            tcp_out: Cell::new(inner.config.transport == TransportChoice::Shm),
+            shm_path: Cell::new(shm_path),
+            path_bell: Bell::new(&inner.hub, "peer.path"),
+            maps_served: Cell::new(0),
+            mismatches: Cell::new(0),
             served: RefCell::default(),
-            data_count: Cell::new([0; 2]),
+            data_count: Cell::new([0; 4]),
             data_bell: Bell::new(&inner.hub, "peer.data"),
             grant_highest: Cell::new(0),
             renewed_at: Cell::new(now),
@@ -190,10 +209,13 @@ impl Session {
             (true, Pulse::Alive) => PeerState::Up,
             (true, Pulse::Suspect) => PeerState::Suspect,
         };
-        let (path, can_pull) = match self.pull_path.get() {
-            PullPath::Open(_) => ("tcp", true),
-            PullPath::None if self.served.borrow().is_empty() => ("", false),
-            PullPath::None => ("tcp", false),
+        let (path, can_pull) = match (self.pull_path(), self.shm_path.get()) {
+            (PullPath::Open(_), ShmPath::Open(_)) => ("shm", true),
+            (PullPath::Open(_), ShmPath::Off | ShmPath::Trying) => ("tcp", true),
+            (PullPath::None, _) if self.maps_served.get() > 0 => ("shm", false),
+            (PullPath::None, _) if pulls && self.peer.role.serves() => ("", false),
+            (PullPath::None, _) if self.served.borrow().is_empty() => ("", false),
+            (PullPath::None, _) => ("tcp", false),
         };
         PeerView {
             node_id: self.peer.node_id.clone(),
@@ -252,7 +274,10 @@ pub(super) async fn run(
         let reader = read_loop(&inner, &session, &stream, &mut frames);
         let others = race(
             reader,
-            race(session_end(&inner, &session), inner.data_loop(&session)),
+            race(
+                session_end(&inner, &session),
+                race(inner.data_loop(&session), inner.path_loop(&session)),
+            ),
         );
         match race(writer.as_mut(), others).await {
             Either::Left(()) => true,
@@ -351,7 +376,11 @@ impl Inner {
         }
         session.request_end(RefuseReason::Disconnected, true);
         self.sessions.borrow_mut().remove(&session.number);
-        self.close_pull_path(session);
+        self.close_tcp_path(session);
+        match session.shm_path.replace(ShmPath::Off) {
+            ShmPath::Off | ShmPath::Trying => {}
+            ShmPath::Open(channel) => self.hub.close_channel(channel),
+        }
         if let Some(pages) = &self.pages {
             for connection in session.served.take() {
                 pages.server.borrow_mut().close_connection(connection);
@@ -377,8 +406,8 @@ impl Inner {
     }
 
     /// Takes the pull connection down the ladder.
-    pub(super) fn close_pull_path(&self, session: &Session) {
-        match session.pull_path.replace(PullPath::None) {
+    pub(super) fn close_tcp_path(&self, session: &Session) {
+        match session.tcp_path.replace(PullPath::None) {
             PullPath::None => {}
             PullPath::Open(channel) => self.hub.close_channel(channel),
         }

@@ -95,6 +95,17 @@ impl Attempt {
         }
     }
 
+    /// Lease and epoch whose pages may be read now.
+    pub fn lease_granted(&self) -> Option<(u64, u32)> {
+        match self.phase {
+            AttemptPhase::Pulling => self.lease.map(|lease| (lease.number, lease.epoch)),
+            AttemptPhase::Asked
+            | AttemptPhase::Committing
+            | AttemptPhase::Stopping
+            | AttemptPhase::Ended => None,
+        }
+    }
+
     /// Pages checked, of so many granted.
     pub fn progress(&self) -> (u32, u32) {
         (

@@ -64,6 +64,7 @@ impl Frame {
             Frame::FenceAnswer { .. } => 33,
             Frame::App { .. } => 34,
             Frame::Bye { .. } => 35,
+            Frame::Places { .. } => 36,
         }
     }
 
@@ -92,6 +93,9 @@ impl Frame {
                 w.u64(h.page_bytes);
                 w.u32(h.lease_pages_max);
                 w.text(&h.api_url);
+                w.raw(&h.shm.boot_id);
+                w.text(&h.shm.socket);
+                w.raw(&h.shm.nonce);
             }
             Frame::Welcome | Frame::Heartbeat => {}
             Frame::DataOpen(d) => {
@@ -218,6 +222,21 @@ impl Frame {
                 w.bytes(bytes);
             }
             Frame::Bye { reason } => w.u16(*reason as u16),
+            Frame::Places {
+                id,
+                lease,
+                first,
+                places,
+            } => {
+                w.id(*id);
+                w.u64(*lease);
+                w.u32(*first);
+                w.u32(places.len() as u32);
+                for (page, generation) in places {
+                    w.u32(*page);
+                    w.u64(*generation);
+                }
+            }
         }
     }
 
@@ -251,6 +270,11 @@ impl Frame {
                 page_bytes: r.u64("page_bytes")?,
                 lease_pages_max: r.u32("lease_pages_max")?,
                 api_url: r.text("api_url", API_URL_BYTES_MAX)?,
+                shm: ShmOffer {
+                    boot_id: r.array("boot_id")?,
+                    socket: r.text("socket", SHM_SOCKET_BYTES_MAX)?,
+                    nonce: r.array("pool nonce")?,
+                },
             }),
             5 => Frame::Welcome,
             6 => Frame::DataOpen(DataOpen {
@@ -371,6 +395,21 @@ impl Frame {
             35 => Frame::Bye {
                 reason: r.refuse_reason()?,
             },
+            36 => {
+                let (id, lease) = (r.id()?, r.u64("lease")?);
+                let first = r.u32_at_most("first", LEASE_PAGES_MAX)?;
+                let count = r.count("places", PLACES_PER_FRAME_MAX, 12)?;
+                let mut places = Vec::with_capacity(count);
+                for _ in 0..count {
+                    places.push((r.u32("page")?, r.u64("generation")?));
+                }
+                Frame::Places {
+                    id,
+                    lease,
+                    first,
+                    places,
+                }
+            }
             other => return Err(Malformed::Kind(other)),
         };
         match r.rest.len() {

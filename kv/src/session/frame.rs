@@ -24,6 +24,10 @@ pub const RENEW_LIST_MAX: usize = 4096;
 pub const NODE_ID_BYTES_MAX: usize = 255;
 /// Bytes of an API URL in `Hello`.
 pub const API_URL_BYTES_MAX: usize = 256;
+/// Bytes of the name of the socket at which a node hands its pool over.
+pub const SHM_SOCKET_BYTES_MAX: usize = 96;
+/// Places one `Places` frame carries (96 KiB of them); more pages take more frames.
+pub const PLACES_PER_FRAME_MAX: usize = 8 * 1024;
 /// Bytes of the text that explains a refusal.
 pub const REASON_TEXT_BYTES_MAX: usize = 512;
 
@@ -325,6 +329,19 @@ pub struct Hello {
     pub lease_pages_max: u32,
     /// Base URL of the node's API, for the cluster layer; empty when it has none.
     pub api_url: String,
+    /// Whether and where a peer on this host may map the node's pool.
+    pub shm: ShmOffer,
+}
+
+/// How a peer on the same host gets at a node's pool (PROTOCOL X1, X2).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ShmOffer {
+    /// Which boot of which machine the node runs in; zeros when it cannot be told.
+    pub boot_id: [u8; 16],
+    /// Abstract name of the Unix socket at which the pool is handed over; empty: it is not.
+    pub socket: String,
+    /// The nonce in the pool's head, which a map of the right pool shows.
+    pub nonce: [u8; 32],
 }
 
 /// First frame of a data connection (PROTOCOL L6): which session it belongs to, and the proof.
@@ -334,7 +351,8 @@ pub struct DataOpen {
     pub opener: u64,
     /// Incarnation of the node it opens to.
     pub target: u64,
-    /// 0: the session's dialler pulls over it. 1: the acceptor does.
+    /// 0: the session's dialler pulls over it. 1: the acceptor does. 2 and 3: the same for the
+    /// hand-over of a pool.
     pub lane: u16,
     /// Grows with each data connection of the session, so that a token serves once.
     pub count: u64,
@@ -377,6 +395,14 @@ pub enum Frame {
         lease: u64,
         epoch: u32,
         pages: u32,
+    },
+    /// Where pages `first ..` of the lease lie in the sender's pool, and their generations; sent
+    /// after `Granted` to a peer that has mapped the pool.
+    Places {
+        id: AttemptId,
+        lease: u64,
+        first: u32,
+        places: Vec<(u32, u64)>,
     },
     /// Not now.
     Busy { id: AttemptId, retry_ms: u32 },

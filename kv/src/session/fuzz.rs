@@ -52,7 +52,18 @@ fn samples() -> Vec<Frame> {
             page_bytes: 4,
             lease_pages_max: 5,
             api_url: "http://127.0.0.1:8000".into(),
+            shm: ShmOffer {
+                boot_id: [6; 16],
+                socket: "pool".into(),
+                nonce: [7; 32],
+            },
         }),
+        Frame::Places {
+            id,
+            lease: 1,
+            first: 2,
+            places: vec![(3, 4), (5, u64::MAX)],
+        },
         Frame::Welcome,
         Frame::DataOpen(DataOpen {
             opener: 1,

@@ -6,7 +6,7 @@
 
 use super::frame::{
     Challenge, FEATURES_EQUAL, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX, PROTOCOL_MIN,
-    REASON_TEXT_BYTES_MAX, RefuseReason, Role,
+    REASON_TEXT_BYTES_MAX, RefuseReason, Role, ShmOffer,
 };
 use super::seal::{self, PeerKey, SealedChannel, WireError};
 
@@ -29,6 +29,8 @@ pub struct LocalNode {
     pub api_url: String,
     /// See [`Hello::features`].
     pub features: u64,
+    /// Whether and where a peer on this host may map its pool.
+    pub shm: ShmOffer,
 }
 
 impl LocalNode {
@@ -40,6 +42,7 @@ impl LocalNode {
             page_bytes: self.page_bytes,
             lease_pages_max: LEASE_PAGES_MAX as u32,
             api_url: self.api_url.clone(),
+            shm: self.shm.clone(),
         }
     }
 }
@@ -57,6 +60,8 @@ pub struct PeerIdentity {
     pub api_url: String,
     /// Most pages a lease may have on it.
     pub lease_pages_max: u32,
+    /// Whether and where its pool may be mapped.
+    pub shm: ShmOffer,
 }
 
 /// Why a handshake failed, with the numbers.
@@ -317,6 +322,7 @@ impl Handshake {
             role: theirs.role,
             api_url: hello.api_url.clone(),
             lease_pages_max: hello.lease_pages_max,
+            shm: hello.shm.clone(),
         };
         let verdict = self.compare(&theirs, &hello).and_then(|()| admit(&peer));
         if let Err(refusal) = verdict {

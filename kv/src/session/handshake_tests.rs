@@ -14,6 +14,7 @@ fn node(id: &str, role: Role) -> LocalNode {
         page_bytes: 4096,
         api_url: format!("http://{id}"),
         features: 0x102,
+        shm: Default::default(),
     }
 }
 

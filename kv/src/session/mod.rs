@@ -25,6 +25,7 @@ pub mod seal;
 pub use codec::Malformed;
 pub use frame::{
     AbortReason, AttemptId, CommitOutcome, Frame, RefuseReason, RequestId, Role, ServiceRefusal,
+    ShmOffer,
 };
 pub use handshake::{Handshake, LocalNode, PeerIdentity, Step};
 pub use liveness::{Liveness, LivenessLimits, Pulse};

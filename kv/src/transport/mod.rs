@@ -7,10 +7,12 @@
 //! | file | what |
 //! |---|---|
 //! | `tcp/` | data connections: the decode node's [`tcp::TcpTransport`], the prefill node's [`tcp::TcpReadServer`] |
+//! | `shm/` | [`shm::ShmTransport`]: copies out of the pools of peers on this host |
 //! | `chaos.rs` | faults on purpose, between any transport's `poll` and the slab |
-//! | `sys.rs` | epoll, timerfd, readv, sendmsg: the only `libc` calls of this folder |
+//! | `sys.rs` | epoll, timerfd, readv, sendmsg; with `shm/sys.rs` the only `libc` calls of this folder |
 
 pub mod chaos;
+pub mod shm;
 mod sys;
 pub mod tcp;
 
@@ -36,6 +38,10 @@ pub mod code {
     pub const PROTOCOL: u32 = LOCAL | libc::EPROTO as u32;
     /// The connection stood still with abandoned reads on it (PROTOCOL E3).
     pub const STOOD_STILL: u32 = LOCAL | libc::ETIMEDOUT as u32;
+    /// The page was handed out for something else before or while it was copied (PROTOCOL X2).
+    pub const GENERATION: u32 = LOCAL | 0x8001;
+    /// Where these pages of the lease lie was not told, or the lease is over.
+    pub const NO_PLACE: u32 = LOCAL | 0x8002;
     /// The chaos hook made a good completion fail.
     pub const CHAOS: u32 = LOCAL | 0x8000;
 
@@ -49,6 +55,8 @@ pub mod code {
             PEER_CLOSED => "peer closed the data connection".into(),
             PROTOCOL => "peer broke the data protocol".into(),
             STOOD_STILL => "data connection stood still".into(),
+            GENERATION => "page was reused while it was copied".into(),
+            NO_PLACE => "pages of the lease are not known here".into(),
             CHAOS => "failed by the chaos hook".into(),
             local if local >= LOCAL => {
                 std::io::Error::from_raw_os_error((local - LOCAL) as i32).to_string()

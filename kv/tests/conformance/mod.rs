@@ -7,6 +7,7 @@
 // Each test file is a crate of its own and uses its part of this.
 #![allow(dead_code)]
 
+pub mod shm_rig;
 pub mod tcp_rig;
 
 use kvserve_kv::transport::{Posted, Read, Transport, code};
@@ -43,6 +44,8 @@ pub struct Shape {
 
 /// A transport, its peer, and the peer's leases.
 pub trait Rig: Sized {
+    /// The code that unknown, stale and too long reads fail with.
+    const REFUSED: u32 = REFUSED;
     /// Both sides, without a channel.
     fn new(shape: Shape) -> Self;
     /// The side under test.
@@ -372,7 +375,7 @@ pub fn refused_reads_fail_alone<R: Rig>() {
         ],
     );
     let told = world.finish(first, 5);
-    let refused = CompletionStatus::Error(REFUSED);
+    let refused = CompletionStatus::Error(R::REFUSED);
     let good = CompletionStatus::Success;
     assert_eq!(told, [good, refused, refused, refused, good]);
     world.assert_holds(0, 0);
@@ -707,6 +710,22 @@ macro_rules! conformance_suite {
                 conformance::$case::<$rig>();
             }
         )+
+    };
+    // A transport whose reads go on without the peer.
+    (one_sided $rig:ty) => {
+        conformance_suite!($rig:
+            moves_few_and_many_pages_and_no_other,
+            moves_pages_that_no_power_of_two_divides,
+            takes_a_part_when_it_has_no_room_and_the_rest_later,
+            refused_reads_fail_alone,
+            impossible_reads_are_not_posted,
+            abandoned_pages_are_quiet_at_once_at_every_step,
+            a_peer_killed_in_mid_read_fails_every_read_or_is_reaped,
+            a_frozen_peers_channel_is_quiet_as_soon_as_it_is_killed,
+            channels_are_apart,
+            many_short_reads_come_in_bounded_turns_over_several_channels,
+            arming_wakes_for_everything,
+        );
     };
     ($rig:ty) => {
         conformance_suite!($rig:

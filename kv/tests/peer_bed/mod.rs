@@ -10,7 +10,7 @@ use kvserve_kv::ledger::{AllocateAs, Ledger, LedgerCell};
 use kvserve_kv::peer::{
     HandshakeRefusal, IncomingPrefill, Migration, MigrationError, MigrationEvent, PeerConfig,
     PeerEvents, PeerHub, PeerKey, PeerLimits, PeerParts, PeerState, PeerView, PrefillAsk,
-    PrefillService, Publisher, Refusal, RefuseReason, Role,
+    PrefillService, Publisher, Refusal, RefuseReason, Role, TransportChoice,
 };
 use kvserve_kv::pool::{PageId, PoolMemory};
 use kvserve_kv::transport::chaos::ChaosHandle;
@@ -49,6 +49,8 @@ pub struct Log {
     pub downs: RefCell<Vec<(String, RefuseReason, bool)>>,
     pub apps: RefCell<Vec<(String, u16, Vec<u8>)>>,
     pub refusals: RefCell<Vec<HandshakeRefusal>>,
+    /// Node, path, reason.
+    pub paths: RefCell<Vec<(String, &'static str, String)>>,
 }
 
 impl PeerEvents for Log {
@@ -64,6 +66,11 @@ impl PeerEvents for Log {
         self.apps
             .borrow_mut()
             .push((node_id.to_owned(), kind, bytes.to_vec()));
+    }
+    fn path(&self, node_id: &str, path: &'static str, reason: &str) {
+        self.paths
+            .borrow_mut()
+            .push((node_id.to_owned(), path, reason.to_owned()));
     }
     fn refused(&self, _address: SocketAddr, refusal: &HandshakeRefusal) {
         self.refusals.borrow_mut().push(refusal.clone());
@@ -87,6 +94,8 @@ pub enum Script {
     DropAfterGrant,
     /// Serves it, but writes over the first page after its checksum is out.
     Spoil,
+    /// As `Spoil`, as soon as the checksum is out.
+    SpoilEarly,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,6 +160,20 @@ async fn serve(
     let (step, stop_at) = match script {
         Script::Serve { step } => (step, usize::MAX),
         Script::Spoil => (1, usize::MAX),
+        Script::SpoilEarly => {
+            write_page(pool, pages[0], ask.prompt[0]);
+            publisher.watermark(1);
+            // The hashing task's turn, and no more.
+            shard.yield_now().await;
+            shard.yield_now().await;
+            write_page(pool, pages[0], 0xDEAD);
+            for (page, token) in pages.iter().zip(&ask.prompt).skip(1) {
+                write_page(pool, *page, *token);
+            }
+            shard.sleep(Duration::from_millis(5)).await;
+            publisher.first_token(ask.prompt[0].to_le_bytes().to_vec());
+            return publisher.complete(pages.len(), 3);
+        }
         Script::StopAfter { pages } => (1, pages),
         Script::DropAfterGrant => return,
         Script::NeverGrant | Script::StopAfterGrant | Script::Refuse(_) => {
@@ -229,7 +252,17 @@ pub fn config(node_id: &str, role: Role) -> PeerConfig {
         page_bytes: PAGE_BYTES,
         api_url: format!("http://{node_id}"),
         checksums: ChecksumMode::Full,
+        transport: transport_of_the_run(),
         limits: PeerLimits::default(),
+    }
+}
+
+/// Every story here is told over TCP, and over shared memory when the environment says so:
+/// `KVSERVE_TEST_TRANSPORT=auto cargo test -p kvserve-kv`.
+fn transport_of_the_run() -> TransportChoice {
+    match std::env::var("KVSERVE_TEST_TRANSPORT").as_deref() {
+        Ok("auto") => TransportChoice::Auto,
+        _ => TransportChoice::Tcp,
     }
 }
 
@@ -240,7 +273,7 @@ impl Node {
 
     pub fn with(shard: &Shard, config: PeerConfig) -> Node {
         let pool = Arc::new(PoolMemory::memfd(POOL_PAGES, PAGE_BYTES).expect("a pool"));
-        let ledger = Rc::new(LedgerCell::new(Ledger::new(POOL_PAGES)));
+        let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
         let hub = Hub::new(HubLimits::default(), ledger.clone());
         shard
             .spawn(hub.clone().run(shard.clone(), PollPolicy::Adaptive))

@@ -14,6 +14,8 @@ pub struct Relay {
 #[derive(Default)]
 struct Shared {
     frozen: AtomicBool,
+    /// As `frozen`, for what goes to the target only.
+    deaf: AtomicBool,
     closed: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
 }
@@ -32,12 +34,12 @@ impl Relay {
                 let (Ok(near), Ok(far)) = (near, TcpStream::connect(target)) else {
                     continue;
                 };
-                for (from, to) in [(&near, &far), (&far, &near)] {
+                for (from, to, inward) in [(&near, &far, true), (&far, &near, false)] {
                     let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
                     from.set_nodelay(true).unwrap();
                     own.streams.lock().unwrap().push(from.try_clone().unwrap());
                     let shared = own.clone();
-                    std::thread::spawn(move || pass_on(from, to, &shared));
+                    std::thread::spawn(move || pass_on(from, to, &shared, inward));
                 }
             }
         });
@@ -49,7 +51,13 @@ impl Relay {
         self.shared.frozen.store(true, Ordering::SeqCst);
     }
 
+    /// The target hears nothing from now on; what it says still passes.
+    pub fn deafen(&self) {
+        self.shared.deaf.store(true, Ordering::SeqCst);
+    }
+
     pub fn thaw(&self) {
+        self.shared.deaf.store(false, Ordering::SeqCst);
         self.shared.frozen.store(false, Ordering::SeqCst);
     }
 
@@ -69,12 +77,14 @@ impl Drop for Relay {
     }
 }
 
-fn pass_on(mut from: TcpStream, mut to: TcpStream, shared: &Shared) {
+fn pass_on(mut from: TcpStream, mut to: TcpStream, shared: &Shared, inward: bool) {
+    let frozen =
+        || shared.frozen.load(Ordering::SeqCst) || inward && shared.deaf.load(Ordering::SeqCst);
     from.set_read_timeout(Some(Duration::from_millis(20)))
         .unwrap();
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        while shared.frozen.load(Ordering::SeqCst) {
+        while frozen() {
             if shared.closed.load(Ordering::SeqCst) {
                 return;
             }
@@ -83,7 +93,7 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, shared: &Shared) {
         match from.read(&mut buffer) {
             Ok(0) => break,
             Ok(count) => {
-                while shared.frozen.load(Ordering::SeqCst) {
+                while frozen() && !shared.closed.load(Ordering::SeqCst) {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 if to.write_all(&buffer[..count]).is_err() {

@@ -45,10 +45,15 @@ impl Deref for UnixStream {
     }
 }
 
-/// A listening Unix socket with mode 0600; its file goes away with it.
+/// A listening Unix socket: with mode 0600 and a file that goes away with it, or of an abstract
+/// name.
 pub struct UnixListener {
     fd: PollableFd<socket2::Socket>,
     readiness: Readiness,
+    file: Option<SocketFile>,
+}
+
+struct SocketFile {
     path: PathBuf,
     inode: u64,
 }
@@ -86,14 +91,34 @@ impl UnixListener {
         Ok(UnixListener {
             fd: PollableFd::new(socket).map_err(to_io)?,
             readiness: Readiness::new(Direction::Read),
-            path: path.to_owned(),
-            inode: metadata.ino(),
+            file: Some(SocketFile {
+                path: path.to_owned(),
+                inode: metadata.ino(),
+            }),
         })
     }
 
-    /// Where it listens.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// Binds an abstract name, which leaves nothing behind when the process is killed. It has no
+    /// mode: anybody of this network namespace can connect, so the caller checks who does
+    /// (`SO_PEERCRED`) before it reads a byte.
+    ///
+    /// # Errors
+    /// `AddrInUse`, or `InvalidInput` for a name that is too long. Must be called on a shard.
+    pub fn bind_abstract(name: &str) -> io::Result<Self> {
+        let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&socket2::SockAddr::unix(format!("\0{name}"))?)?;
+        socket.listen(BACKLOG)?;
+        Ok(UnixListener {
+            fd: PollableFd::new(socket).map_err(to_io)?,
+            readiness: Readiness::new(Direction::Read),
+            file: None,
+        })
+    }
+
+    /// Where it listens; `None` for an abstract name.
+    pub fn path(&self) -> Option<&Path> {
+        self.file.as_ref().map(|file| file.path.as_path())
     }
 
     /// Takes a connection, or waits for one.
@@ -118,12 +143,15 @@ impl Drop for UnixListener {
     fn drop(&mut self) {
         // As for TCP: a registration may hold the kernel's file open.
         let _ = self.fd.get_ref().shutdown(std::net::Shutdown::Both);
+        let Some(file) = &self.file else {
+            return;
+        };
         // Only our own file: a successor may have bound the path again.
-        let ours = std::fs::symlink_metadata(&self.path)
-            .is_ok_and(|metadata| metadata.ino() == self.inode);
+        let ours = std::fs::symlink_metadata(&file.path)
+            .is_ok_and(|metadata| metadata.ino() == file.inode);
         if ours {
             // Nothing can be done about a failure here: the next bind replaces a stale file.
-            let _ = std::fs::remove_file(&self.path);
+            let _ = std::fs::remove_file(&file.path);
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use super::parse::{parse_cores, parse_duration, parse_size};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use kvserve_kv::KvDtype;
+use kvserve_kv::peer::TransportChoice;
 use kvserve_kv::transport::chaos::ChaosSpec;
+use kvserve_kv::{ChecksumMode, KvDtype};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -69,6 +70,28 @@ impl Dtype {
     }
 }
 
+/// Which way pages may take between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory with a node on this host, if a probe says so; else TCP.
+    Auto,
+    /// Shared memory only.
+    Shm,
+    /// TCP only.
+    Tcp,
+}
+
+impl TransportArg {
+    /// As the peers' layer takes it.
+    pub fn choice(self) -> TransportChoice {
+        match self {
+            TransportArg::Auto => TransportChoice::Auto,
+            TransportArg::Shm => TransportChoice::Shm,
+            TransportArg::Tcp => TransportChoice::Tcp,
+        }
+    }
+}
+
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
@@ -129,6 +152,12 @@ pub struct NodeArgs {
     /// How many nodes share this machine's memory (set by `up`, which also prints the summary).
     #[arg(long, value_name = "N", hide = true)]
     pub share_memory_with: Option<u32>,
+    /// Which way pages may take between nodes.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub transport: TransportArg,
+    /// How much of each moved page is checked: off, sampled or full. Equal on all nodes.
+    #[arg(long, value_name = "MODE", default_value_t = ChecksumMode::Full)]
+    pub checksums: ChecksumMode,
     /// Faults to inject, e.g. completion=lose@0.1 (loopback only).
     #[arg(long, value_name = "SPEC")]
     pub chaos: Option<ChaosSpec>,

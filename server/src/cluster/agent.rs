@@ -186,6 +186,17 @@ impl PeerEvents for AgentEvents {
         }
     }
 
+    fn path(&self, node_id: &str, path: &'static str, reason: &str) {
+        let Some(node) = self.node.upgrade() else {
+            return;
+        };
+        let path = if path.is_empty() { "none" } else { path };
+        let fields: [(&str, &dyn std::fmt::Display); 3] =
+            [("peer", &node_id), ("path", &path), ("reason", &reason)];
+        let known = fields.len() - usize::from(reason.is_empty());
+        node.log.info("path of pages", &fields[..known]);
+    }
+
     fn app(&self, node_id: &str, kind: u16, bytes: &[u8]) {
         let Some(node) = self.node.upgrade() else {
             return;

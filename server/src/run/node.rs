@@ -11,7 +11,7 @@ use crate::api::ids::RandomIds;
 use crate::api::{
     Api, ApiConfig, ApiMetrics, Job, LocalFuture, Offload, OffloadError, ServedModel,
 };
-use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand};
+use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand, TransportArg};
 use crate::cluster::agent::{self, Agent};
 use crate::engine::{EngineClient, EngineCommand, EngineCore};
 use crate::log::Log;
@@ -21,11 +21,11 @@ use crate::perf::Perf;
 use crate::placement::{allowed_cpus, available_memory};
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
+use kvserve_kv::KvLayout;
 use kvserve_kv::ledger::{Ledger, LedgerCell};
 use kvserve_kv::peer::{self, PeerConfig, PeerHub, PeerLimits, PeerParts};
 use kvserve_kv::session::{PeerKey, Role};
 use kvserve_kv::transport::chaos::ChaosHandle;
-use kvserve_kv::{ChecksumMode, KvLayout};
 use kvserve_model::Model;
 use kvserve_model::cpu::{CpuBackend, CpuEngine, CpuOptions};
 use kvserve_runtime::bridge;
@@ -393,7 +393,8 @@ fn peer_start(
             layout_hash: layout.hash(),
             page_bytes: layout.page_bytes(),
             api_url: format!("http://{}", host(listen)),
-            checksums: ChecksumMode::Full,
+            checksums: command.node.checksums,
+            transport: command.node.transport.choice(),
             limits: PeerLimits::default(),
         },
         join: join.join,
@@ -530,7 +531,7 @@ fn start_engine(
     parts: EngineParts,
 ) -> Result<(Hub, Rc<NodeContext>), String> {
     let pool = kvserve_model::Backend::pool(&parts.backend);
-    let ledger = Rc::new(LedgerCell::new(Ledger::new(pool.pages())));
+    let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
     let hub = Hub::new(HubLimits::default(), ledger.clone());
     let core = EngineCore::new(
         shard.clone(),
@@ -634,12 +635,13 @@ fn summary(
         let cores: Vec<_> = configs.iter().filter_map(|c| c.core).collect();
         println!(
             "{}: {}, {} on shard cores {cores:?} and engine cores {:?}, {} KV pages = {tokens} \
-             tokens, path tcp, http://{}",
+             tokens, path {}, http://{}",
             command.join.node_id.as_deref().unwrap_or("node"),
             args.dtype.label(),
             layout.kernel_class,
             engine_cores_text(args),
             sizes.pages,
+            args.transport.choice().label(),
             shared.listen
         );
         return;
@@ -680,7 +682,7 @@ fn summary(
     match shared.role {
         Role::Hybrid => println!("path     none: prefill and decode in one process"),
         Role::Prefill | Role::Decode | Role::Proxy => {
-            println!("path     tcp (shared memory and RDMA are not built yet)");
+            println!("path     {}", path_text(args));
         }
     }
     match &shared.admin {
@@ -696,6 +698,14 @@ fn dtype_text(args: &NodeArgs) -> &'static str {
     match args.dtype {
         Dtype::F32 => "f32 (texts independent of batch and node: always on here)",
         Dtype::Bf16 => "bf16 (texts independent of batch and node: always on here)",
+    }
+}
+
+fn path_text(args: &NodeArgs) -> &'static str {
+    match args.transport {
+        TransportArg::Auto => "shared memory with nodes on this host, else tcp (probed)",
+        TransportArg::Shm => "shared memory only (--transport shm)",
+        TransportArg::Tcp => "tcp only (--transport tcp)",
     }
 }
 

@@ -17,7 +17,9 @@ use crate::readiness::Readiness;
 use bytes::Bytes;
 use hyper::Method;
 use kvserve_kv::ChecksumMode;
-use kvserve_kv::peer::{self, PeerConfig, PeerEvents, PeerHub, PeerLimits, PeerParts, PeerView};
+use kvserve_kv::peer::{
+    self, PeerConfig, PeerEvents, PeerHub, PeerLimits, PeerParts, PeerView, TransportChoice,
+};
 use kvserve_kv::session::handshake::Refusal;
 use kvserve_kv::session::{PeerKey, RefuseReason, Role};
 use kvserve_runtime::completion::{GuardKeeper, Hub, HubLimits};
@@ -286,6 +288,7 @@ fn start_cluster(shard: &Shard, hub: &Hub, shared: &Shared) -> Result<(), String
             page_bytes: 0,
             api_url: format!("http://{}", shared.args.listen),
             checksums: ChecksumMode::Full,
+            transport: TransportChoice::Tcp,
             limits: PeerLimits::default(),
         },
         PeerParts {

@@ -151,6 +151,8 @@ fn node_flags(child: &mut Vec<String>, args: &UpArgs, nodes: usize, cpu: usize) 
     if let Some(list) = &node.engine_cores {
         flag(child, "--engine-cores", join(&list.0));
     }
+    flag(child, "--transport", node.transport.choice().label());
+    flag(child, "--checksums", node.checksums);
     if node.spin {
         child.push("--spin".into());
     }
