@@ -149,6 +149,9 @@ pub struct NodeArgs {
     /// Allow a bind to another address than loopback without an API key.
     #[arg(long)]
     pub insecure_no_auth: bool,
+    /// The model's name in the API (default: as given, without folder and ending).
+    #[arg(long, value_name = "NAME")]
+    pub model_name: Option<String>,
     /// How many nodes share this machine's memory (set by `up`, which also prints the summary).
     #[arg(long, value_name = "N", hide = true)]
     pub share_memory_with: Option<u32>,

@@ -185,7 +185,10 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
             &[("spec", spec)],
         );
     }
-    let name = served_name(&command.model.model);
+    let name = match &args.model_name {
+        Some(name) => name.clone(),
+        None => served_name(&command.model.model),
+    };
     let served = ServedModel::of(&mut model, vec![name.clone()], sizes.context as u32);
     let peers = peer_start(role, &command, listen, &model, &layout, &name)?;
     let configs = shard_configs(role, args);

@@ -136,6 +136,11 @@ fn node_flags(child: &mut Vec<String>, args: &UpArgs, nodes: usize, cpu: usize) 
         flag(child, "--kv-cache", bytes);
     }
     flag(child, "--share-memory-with", nodes);
+    let name = match &node.model_name {
+        Some(name) => name.clone(),
+        None => crate::run::served_name(&args.model.model),
+    };
+    flag(child, "--model-name", name);
     if let Some(tokens) = node.max_model_len {
         flag(child, "--max-model-len", tokens);
     }

@@ -44,6 +44,7 @@ impl Identity {
             page_bytes: self.page_bytes,
             api_url: api_url.into(),
             features: self.features,
+            shm: kvserve_kv::session::ShmOffer::default(),
         }
     }
 }
