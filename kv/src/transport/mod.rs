@@ -7,10 +7,12 @@
 //! | file | what |
 //! |---|---|
 //! | `tcp/` | data connections: the decode node's [`tcp::TcpTransport`], the prefill node's [`tcp::TcpReadServer`] |
+//! | `sim/` | the simulator's network card: real bytes, virtual time, ownership asserted at touch |
 //! | `chaos.rs` | faults on purpose, between any transport's `poll` and the slab |
 //! | `sys.rs` | epoll, timerfd, readv, sendmsg: the only `libc` calls of this folder |
 
 pub mod chaos;
+pub mod sim;
 mod sys;
 pub mod tcp;
 
