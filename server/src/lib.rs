@@ -19,4 +19,5 @@ pub mod proxy;
 pub mod readiness;
 pub mod run;
 pub mod scheduler;
+pub mod sim;
 pub mod up;

@@ -70,6 +70,8 @@ pub(super) struct AttemptCell {
     pub learnt: Cell<Option<(ChannelId, u64)>>,
     pub news: RefCell<VecDeque<MigrationEvent>>,
     pub waiter_gone: Cell<bool>,
+    /// The attempt is over and its targets are only kept until its waiter lets go.
+    free_with_waiter: Cell<bool>,
     driver_bell: Bell,
     pub waiter_bell: Bell,
 }
@@ -96,6 +98,7 @@ impl AttemptCell {
             learnt: Cell::new(None),
             news: RefCell::default(),
             waiter_gone: Cell::new(false),
+            free_with_waiter: Cell::new(false),
             driver_bell: Bell::new(&inner.hub, "peer.attempt"),
             waiter_bell: Bell::new(&inner.hub, "peer.migration"),
         }
@@ -230,12 +233,29 @@ impl AttemptCell {
                 .inner_mut()
                 .forget_lease(channel, lease);
         }
-        let targets = self.targets.take();
-        if let Some(pages) = inner.pages.as_ref().filter(|_| free && !targets.is_empty()) {
-            pages.ledger.with(|ledger| ledger.free(&targets));
+        if free {
+            // From `Placed` on the waiter's engine plans steps with the targets, and it may plan
+            // one more before the waiter is told that they are void.
+            self.free_with_waiter.set(true);
+            if self.waiter_gone.get() {
+                self.free_targets(inner);
+            }
+        } else {
+            self.targets.take();
         }
         self.unquiet.borrow_mut().clear();
         self.driver_bell.ring();
+    }
+
+    /// The waiter has let go of an attempt that is over: its targets go back.
+    pub(super) fn free_targets(&self, inner: &Inner) {
+        if !self.free_with_waiter.replace(false) {
+            return;
+        }
+        let targets = self.targets.take();
+        if let Some(pages) = inner.pages.as_ref().filter(|_| !targets.is_empty()) {
+            pages.ledger.with(|ledger| ledger.free(&targets));
+        }
     }
 
     /// Whether nothing that was posted can touch a target any more, or its page is quarantined.

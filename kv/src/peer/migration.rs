@@ -28,7 +28,8 @@ pub enum MigrationEvent {
         /// The target pages that were given over.
         pages: Vec<PageId>,
     },
-    /// It failed. The target pages go back to the ledger when the last post is quiet.
+    /// It failed. The target pages go back to the ledger when the last post is quiet and the
+    /// migration is dropped: until then whoever plans with them may do so.
     Failed(MigrationError),
 }
 
@@ -103,6 +104,7 @@ impl Drop for Migration {
             free_committed(&self.inner, event);
         }
         self.cell.feed(&self.inner, PullEvent::Cancel);
+        self.cell.free_targets(&self.inner);
     }
 }
 

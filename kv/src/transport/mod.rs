@@ -8,11 +8,13 @@
 //! |---|---|
 //! | `tcp/` | data connections: the decode node's [`tcp::TcpTransport`], the prefill node's [`tcp::TcpReadServer`] |
 //! | `shm/` | [`shm::ShmTransport`]: copies out of the pools of peers on this host |
+//! | `sim/` | the simulator's network card: real bytes, virtual time, ownership asserted at touch |
 //! | `chaos.rs` | faults on purpose, between any transport's `poll` and the slab |
 //! | `sys.rs` | epoll, timerfd, readv, sendmsg; with `shm/sys.rs` the only `libc` calls of this folder |
 
 pub mod chaos;
 pub mod shm;
+pub mod sim;
 mod sys;
 pub mod tcp;
 

@@ -13,6 +13,7 @@
 
 use super::NodeContext;
 use super::admission::{self, Admitted};
+use super::attempts::{AfterFailure, AttemptFailure, Attempts, Withheld};
 use super::payload;
 use super::request::RequestOut;
 use crate::engine::{FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage};
@@ -21,22 +22,9 @@ use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
 use kvserve_kv::PageId;
 use kvserve_kv::peer::{Migration, MigrationEvent, PrefillAsk};
-use kvserve_kv::pull::{FailReason, MigrationError, Retry};
-use kvserve_model::Sampled;
 use kvserve_runtime::Nanos;
 use kvserve_runtime::trace::TraceKind;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
-
-/// Attempts on prefill nodes before the prompt is computed here (PROTOCOL R4).
-const PEER_ATTEMPTS_MAX: u32 = 2;
-
-/// Rounds of "busy" a request takes from prefill nodes before it computes its prompt itself:
-/// with the largest pause of 50 ms, 3 s.
-const BUSY_ROUNDS_MAX: u32 = 60;
-
-/// The longest pause after "busy".
-const BUSY_PAUSE_MAX: Duration = Duration::from_millis(50);
 
 /// How an attempt ended.
 enum Attempt {
@@ -48,49 +36,6 @@ enum Attempt {
     Failed(AttemptFailure),
 }
 
-/// Why an attempt failed, and what may come next.
-struct AttemptFailure {
-    label: &'static str,
-    message: String,
-    retry: Retry,
-    /// The peer was only busy: wait this long, the attempt does not count.
-    pause: Option<Duration>,
-}
-
-impl AttemptFailure {
-    fn protocol(message: impl Into<String>) -> Self {
-        AttemptFailure {
-            label: "protocol",
-            message: message.into(),
-            retry: Retry::OtherPair,
-            pause: None,
-        }
-    }
-
-    fn no_room(message: String) -> Self {
-        AttemptFailure {
-            label: "no_room",
-            message,
-            retry: Retry::Recompute,
-            pause: None,
-        }
-    }
-}
-
-impl From<MigrationError> for AttemptFailure {
-    fn from(error: MigrationError) -> Self {
-        AttemptFailure {
-            label: error.reason.label(),
-            pause: match error.reason {
-                FailReason::Busy { retry_ms } => Some(Duration::from_millis(retry_ms.into())),
-                _ => None,
-            },
-            retry: error.retry,
-            message: error.message,
-        }
-    }
-}
-
 /// Runs a request to its end. Dropping the future cancels it at any stage.
 pub(super) async fn drive(
     node: &NodeContext,
@@ -99,19 +44,16 @@ pub(super) async fn drive(
     let _place = enter(node, out).await?;
     node.perf
         .record(Span::Queue, node.shard.now().since(out.arrived));
-    let mut tried: Vec<String> = Vec::new();
-    let mut busy_rounds = 0;
-    let mut attempts = 0;
-    while attempts < PEER_ATTEMPTS_MAX && busy_rounds < BUSY_ROUNDS_MAX {
+    let mut attempts = Attempts::default();
+    while let Some(number) = attempts.next_number() {
         out.stage.set(Stage::Pair);
-        let Some(peer) = node.choose_prefill(&tried) else {
+        let Some(peer) = node.choose_prefill(attempts.tried()) else {
             break;
         };
-        if attempts + busy_rounds > 0 {
+        if attempts.any_failed() {
             covers(node, out)?;
         }
         node.metrics.migrations_started.fetch_add(1, Relaxed);
-        let number = attempts + busy_rounds + 1;
         let failure = match attempt_on(node, out, &peer, number).await? {
             Attempt::Finished(reason) => return Ok(reason),
             Attempt::Decoding(sequence) => return follow(out, sequence).await,
@@ -131,23 +73,15 @@ pub(super) async fn drive(
                 ("message", &failure.message),
             ],
         );
-        match (failure.pause, failure.retry) {
-            (Some(pause), _) => {
-                busy_rounds += 1;
-                node.shard.sleep(pause.min(BUSY_PAUSE_MAX)).await;
-            }
-            (None, Retry::SamePair) => attempts += 1,
-            (None, Retry::OtherPair) => {
-                attempts += 1;
-                tried.push(peer);
-            }
-            // What a peer cannot do this node may: it has its own pool and its own limits.
-            (None, Retry::Recompute | Retry::Fail) => break,
+        match attempts.failed(&peer, &failure) {
+            AfterFailure::Again => {}
+            AfterFailure::Pause(pause) => node.shard.sleep(pause).await,
+            AfterFailure::Recompute => break,
         }
     }
     node.metrics.recomputes.fetch_add(1, Relaxed);
     out.stage.set(Stage::Prefill);
-    if attempts + busy_rounds > 0 {
+    if attempts.any_failed() {
         covers(node, out)?;
     }
     let sequence = compute_here(node, out)?;
@@ -229,10 +163,8 @@ async fn attempt_on(
         asked_at: now,
         since: now,
         pages,
-        computed,
         sequence: None,
-        withheld: Vec::new(),
-        finish: None,
+        withheld: Withheld::new(computed),
         migration,
     }
     .run()
@@ -249,11 +181,8 @@ struct Running<'a> {
     /// When the present stage began.
     since: Nanos,
     pages: Vec<PageId>,
-    computed: usize,
     sequence: Option<Sequence>,
-    /// Tokens computed from migrated pages before COMMIT's OK (PROTOCOL L5).
-    withheld: Vec<Sampled>,
-    finish: Option<FinishReason>,
+    withheld: Withheld,
     migration: Migration,
 }
 
@@ -287,7 +216,7 @@ impl Running<'_> {
                 Heard::Migration(MigrationEvent::Committed { pages }) => {
                     self.passed(Span::Commit, &COMMITTED, self.withheld.len());
                     let took = self.node.shard.now().since(self.asked_at);
-                    self.node.learn_prompt_pace(self.computed, took);
+                    self.node.learn_prompt_pace(self.withheld.computed(), took);
                     return Ok(self.release_withheld(&pages));
                 }
                 Heard::Migration(MigrationEvent::Failed(error)) => {
@@ -295,8 +224,7 @@ impl Running<'_> {
                 }
                 Heard::Sequence(SequenceEvent::Computed(_)) => {}
                 Heard::Sequence(SequenceEvent::Token(sampled, finish)) => {
-                    self.withheld.push(sampled);
-                    self.finish = finish;
+                    self.withheld.push(sampled, finish);
                 }
                 Heard::Sequence(SequenceEvent::Failed(error)) => return Err(error),
             }
@@ -318,7 +246,7 @@ impl Running<'_> {
     async fn hear(&mut self) -> Heard {
         let migration = &mut self.migration;
         match &mut self.sequence {
-            Some(sequence) if self.finish.is_none() => {
+            Some(sequence) if self.withheld.finish().is_none() => {
                 future::or(async { Heard::Migration(migration.next().await) }, async {
                     Heard::Sequence(sequence.next().await)
                 })
@@ -343,11 +271,7 @@ impl Running<'_> {
     /// All bytes are in and checked: decode steps start while COMMIT is under way.
     fn start_decoding(&mut self) -> Result<(), AttemptFailure> {
         let tokens = self.out.tokens();
-        if tokens.len() != self.computed + 1 {
-            return Err(AttemptFailure::protocol(
-                "the pages came without a first token",
-            ));
-        }
+        self.withheld.may_decode(tokens.len())?;
         let spec = SequenceSpec {
             tokens,
             new_tokens_max: self.out.left(),
@@ -356,7 +280,7 @@ impl Running<'_> {
             deadline: self.out.request.deadline,
             pages: PagesFrom::Migration {
                 pages: self.pages.clone(),
-                computed: self.computed,
+                computed: self.withheld.computed(),
             },
         };
         let sequence = self.node.core.submit(spec).map_err(|full| {
@@ -384,11 +308,12 @@ impl Running<'_> {
                 ledger.free(pages);
             }
         });
+        let (withheld, finish) = self.withheld.release();
         let mut last = None;
-        for sampled in self.withheld.drain(..) {
+        for sampled in withheld {
             last = self.out.token(sampled);
         }
-        match (self.finish.or(last), sequence) {
+        match (finish.or(last), sequence) {
             (Some(reason), _) => Attempt::Finished(reason),
             (None, Some(sequence)) => Attempt::Decoding(sequence),
             (None, None) => Attempt::Failed(AttemptFailure::protocol(

@@ -6,9 +6,10 @@
 
 mod accept;
 mod admission;
+pub mod attempts;
 mod decode;
 mod local;
-mod payload;
+pub(crate) mod payload;
 mod prefill;
 mod request;
 mod status;

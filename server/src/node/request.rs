@@ -1,5 +1,6 @@
 //! One request on the engine's shard, from its arrival to exactly one end.
 
+use super::attempts::{Facts, Told};
 use crate::engine::{
     EngineCommand, FinishReason, GenerateEvent, GenerateRequest, RetryClass, ServeError, Stage,
     TokenEvent,
@@ -25,7 +26,7 @@ pub struct RequestOut {
     perf: Arc<Perf>,
     told_at: Cell<Nanos>,
     events: bridge::Sender<GenerateEvent>,
-    facts: RefCell<Vec<u32>>,
+    facts: RefCell<Facts>,
 }
 
 impl RequestOut {
@@ -50,29 +51,26 @@ impl RequestOut {
 
     /// Prompt and all tokens told so far: what a retry prefills.
     pub fn tokens(&self) -> Vec<u32> {
-        let facts = self.facts.borrow();
-        let mut tokens = Vec::with_capacity(self.request.prompt.len() + facts.len());
-        tokens.extend_from_slice(&self.request.prompt);
-        tokens.extend_from_slice(&facts);
-        tokens
+        self.facts.borrow().tokens(&self.request)
     }
 
     /// Tokens the client was told.
     pub fn told(&self) -> usize {
-        self.facts.borrow().len()
+        self.facts.borrow().told()
     }
 
     /// Tokens it may still get.
     pub fn left(&self) -> u32 {
-        self.request.max_tokens - self.told() as u32
+        self.facts.borrow().left(&self.request)
     }
 
     /// Tells a token, unless it is a stop token. Gives the finish reason if it was the last.
     pub fn token(&self, sampled: Sampled) -> Option<FinishReason> {
-        if self.request.stop_token_ids.contains(&sampled.token) {
-            return Some(FinishReason::Stop);
-        }
-        self.facts.borrow_mut().push(sampled.token);
+        let taken = (self.facts.borrow_mut()).take(&self.request, sampled.token);
+        let end = match taken {
+            Told::Stop => return Some(FinishReason::Stop),
+            Told::Text(end) => end,
+        };
         let now = Nanos::now();
         match self.told() {
             1 => self.perf.record(Span::FirstToken, now.since(self.arrived)),
@@ -88,7 +86,7 @@ impl RequestOut {
             logprob: sampled.logprob,
             top: sampled.top,
         }));
-        (self.left() == 0).then_some(FinishReason::Length)
+        end
     }
 
     /// Tells the end.
