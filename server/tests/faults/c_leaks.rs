@@ -37,7 +37,8 @@ fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
     let (pair, body, expected) = pair_and_text();
     let mut body = body;
     body["stream"] = json!(true);
-    body["max_tokens"] = json!(2000);
+    // Computed to its end for nobody, it would take far longer than the waits below.
+    body["max_tokens"] = json!(30_000);
     for (name, flow) in migration_steps() {
         let (client, left) = std::sync::mpsc::channel::<TcpStream>();
         let struck = pair.relay.once(flow, move || {
@@ -49,7 +50,9 @@ fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
         client.send(open_request(&pair, &body)).expect("relay");
         eventually(name, WITHIN, || struck.load(SeqCst).then_some(()));
         pair.relay.pass();
-        pair.wait_restored(name);
+        for node in [&pair.decode, &pair.prefill] {
+            node.wait_restored(name, Duration::from_secs(3));
+        }
         eventually("nothing is computed for nobody", WITHIN, || {
             (computes_nothing(&pair.decode) && computes_nothing(&pair.prefill)).then_some(())
         });
