@@ -60,7 +60,7 @@ impl World {
             world.at(at, Event::Fault { kind, tries: 0 });
         }
         world.at(ms(1800), Event::AtLeast);
-        if seed % 2 == 0 {
+        if seed.is_multiple_of(2) {
             let at = world.context.rng.range(CALM_AT.0, CALM_AT.1);
             world.at(at, Event::Calm);
             world.expects_later = true;
