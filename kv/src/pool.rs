@@ -340,6 +340,7 @@ mod tests {
         }
         // SAFETY: the first page is the test's.
         assert_eq!(
+            // SAFETY: page 0 lies in the mapping and nobody else uses it.
             unsafe { *pool.page(PageId(0)) },
             0,
             "no word lies in a page"
