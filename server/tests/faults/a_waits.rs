@@ -6,8 +6,8 @@ use crate::harness::{
 };
 use crate::load::{Clients, typed_error};
 use crate::steps::{
-    WITHIN, computes_nothing, identity, kind, long_body, migration_steps, pair_and_text, prompt,
-    reference, short_body,
+    WITHIN, computes_nothing, identity, kind, long_body, migration_steps, pair_and_text,
+    pair_and_text_over, prompt, reference, short_body, steps_over,
 };
 use kvserve::cluster::{KIND_REPORT, NodeReport};
 use kvserve_kv::ChecksumMode;
@@ -63,8 +63,18 @@ fn fault_02_a_frame_is_lost_at_each_step() {
 #[test]
 fn fault_03_the_prefill_node_dies_at_each_step_of_a_migration() {
     let _turn = two_at_a_time();
-    let (mut pair, body, expected) = pair_and_text();
-    for (name, flow) in migration_steps() {
+    prefill_dies_at_each_step("tcp");
+}
+
+#[test]
+fn fault_03_the_prefill_node_dies_at_each_step_beside_shared_memory() {
+    let _turn = two_at_a_time();
+    prefill_dies_at_each_step("shm");
+}
+
+fn prefill_dies_at_each_step(transport: &str) {
+    let (mut pair, body, expected) = pair_and_text_over(transport);
+    for (name, flow) in steps_over(transport) {
         let pid = pair.prefill.pid();
         struck_at(&pair, &body, &expected, name, flow, move || {
             send_signal(pid, libc::SIGKILL);
@@ -102,18 +112,44 @@ fn fault_03_the_prefill_node_dies_at_each_step_of_the_handshake() {
 #[test]
 fn fault_07_a_prefill_node_frozen_at_each_stage_ends_the_attempt_there() {
     let _turn = two_at_a_time();
-    let (pair, body, expected) = pair_and_text();
-    for (name, flow) in [
-        ("prefill", Flow::Frame(Way::Forth, kind::prefill())),
-        ("bytes", Flow::Data(Way::Back)),
-        ("commit", Flow::Frame(Way::Forth, kind::commit())),
-    ] {
+    prefill_freezes(
+        "tcp",
+        &[
+            ("prefill", Flow::Frame(Way::Forth, kind::prefill())),
+            ("bytes", Flow::Data(Way::Back)),
+            ("commit", Flow::Frame(Way::Forth, kind::commit())),
+        ],
+    );
+}
+
+/// A frozen node's pages can still be read in shared memory: the migration must fail at COMMIT.
+#[test]
+fn fault_07_the_pages_of_a_frozen_prefill_node_in_shared_memory_are_not_enough() {
+    let _turn = two_at_a_time();
+    prefill_freezes(
+        "shm",
+        &[
+            ("complete", Flow::Frame(Way::Back, kind::complete())),
+            ("commit", Flow::Frame(Way::Forth, kind::commit())),
+        ],
+    );
+}
+
+fn prefill_freezes(transport: &str, steps: &[(&str, Flow)]) {
+    let (pair, body, expected) = pair_and_text_over(transport);
+    for &(name, flow) in steps {
+        let committed = pair.decode.metric("kvserve_migrations_committed_total");
         let pid = pair.prefill.pid();
         struck_at(&pair, &body, &expected, name, flow, move || {
             send_signal(pid, libc::SIGSTOP);
             Act::Pass
         });
         pair.decode.wait_restored(name, Duration::from_secs(3));
+        let now = pair.decode.metric("kvserve_migrations_committed_total");
+        assert_eq!(
+            now, committed,
+            "{name}: a frozen node cannot have committed"
+        );
         pair.prefill.signal(libc::SIGCONT);
         pair.serves_by_migration(&body, &expected, name);
         pair.wait_restored(name);
@@ -122,10 +158,14 @@ fn fault_07_a_prefill_node_frozen_at_each_stage_ends_the_attempt_there() {
 
 /// Freezes decode in a pull and in COMMIT; both ledgers come back, the text is right, and it
 /// serves again without a restart.
-fn decode_frozen_for(span: Duration) {
-    let (pair, body, expected) = pair_and_text();
+fn decode_frozen_for(transport: &str, span: Duration) {
+    let (pair, body, expected) = pair_and_text_over(transport);
+    let pulling = match transport {
+        "tcp" => Flow::Data(Way::Back),
+        _ => Flow::Frame(Way::Back, kind::watermark()),
+    };
     for (name, flow) in [
-        ("pull", Flow::Data(Way::Back)),
+        ("pull", pulling),
         ("commit", Flow::Frame(Way::Forth, kind::commit())),
     ] {
         let pid = pair.decode.pid();
@@ -154,14 +194,21 @@ fn decode_frozen_for(span: Duration) {
 #[test]
 fn fault_07_a_decode_node_frozen_in_pull_and_commit_thaws_whole() {
     let _turn = two_at_a_time();
-    decode_frozen_for(Duration::from_millis(500));
+    decode_frozen_for("tcp", Duration::from_millis(500));
 }
 
 #[test]
-#[ignore = "two lease times of 10 s, twice"]
+fn fault_07_a_decode_node_frozen_beside_shared_memory_thaws_whole() {
+    let _turn = two_at_a_time();
+    decode_frozen_for("shm", Duration::from_millis(500));
+}
+
+#[test]
+#[ignore = "two lease times of 10 s, four times"]
 fn fault_07_a_decode_node_frozen_for_two_lease_times_thaws_whole() {
     let _turn = two_at_a_time();
-    decode_frozen_for(Duration::from_secs(20));
+    decode_frozen_for("tcp", Duration::from_secs(20));
+    decode_frozen_for("shm", Duration::from_secs(20));
 }
 
 #[test]

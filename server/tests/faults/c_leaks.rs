@@ -5,8 +5,8 @@ use crate::harness::{
 };
 use crate::load::Clients;
 use crate::steps::{
-    WITHIN, computes_nothing, identity, kind, migration_steps, pair_and_text, prompt, reference,
-    short_body,
+    WITHIN, computes_nothing, identity, kind, pair_and_text, pair_and_text_over, prompt, reference,
+    short_body, steps_over,
 };
 use kvserve_kv::session::Role;
 use kvserve_kv::session::frame::{AttemptId, CommitOutcome, Frame, RequestId};
@@ -34,12 +34,22 @@ fn open_request(pair: &Pair, body: &serde_json::Value) -> TcpStream {
 #[test]
 fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
     let _turn = two_at_a_time();
-    let (pair, body, expected) = pair_and_text();
+    client_leaves_at_each_step("tcp");
+}
+
+#[test]
+fn fault_21_a_client_that_leaves_at_each_step_beside_shared_memory_neither() {
+    let _turn = two_at_a_time();
+    client_leaves_at_each_step("shm");
+}
+
+fn client_leaves_at_each_step(transport: &str) {
+    let (pair, body, expected) = pair_and_text_over(transport);
     let mut body = body;
     body["stream"] = json!(true);
     // Computed to its end for nobody, it would take far longer than the waits below.
     body["max_tokens"] = json!(30_000);
-    for (name, flow) in migration_steps() {
+    for (name, flow) in steps_over(transport) {
         let (client, left) = std::sync::mpsc::channel::<TcpStream>();
         let struck = pair.relay.once(flow, move || {
             // The client is gone before the step goes on.
@@ -67,7 +77,7 @@ fn fault_21_a_client_that_leaves_at_each_step_leaves_nothing_behind() {
 fn fault_22_what_decode_rejects_costs_the_prefill_node_nothing() {
     let _turn = two_at_a_time();
     // 40 pages: a prompt of 30 pages and a pull of 30 more do not fit together.
-    let pair = Pair::with("--kv-cache 640KiB", "");
+    let pair = Pair::over("tcp", "--kv-cache 640KiB", "");
     let total = pair.decode.pages("total");
     assert!((20..=40).contains(&total), "{total} pages");
     let too_long = ids_request(&prompt(total as usize * 16 + 1, 1), 4);

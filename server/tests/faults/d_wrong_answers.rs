@@ -276,13 +276,19 @@ fn fault_28_a_prefill_that_aborts_half_way_never_becomes_text() {
 
 /// `total` requests with `clients` at once through a migration: the texts of one process alone,
 /// with clients that leave and a prefill node that is restarted every `restart_every`.
-fn equal_texts(total: usize, clients: usize, leave_every: usize, restart_every: usize) {
+fn equal_texts(
+    transport: &str,
+    total: usize,
+    clients: usize,
+    leave_every: usize,
+    restart_every: usize,
+) {
     let bodies: Vec<_> = (0..50)
         .map(|number| ids_request(&prompt(1 + (number * 37) % 700, number), 4 + number % 24))
         .collect();
     let texts = reference(&bodies);
     let requests: Vec<_> = bodies.into_iter().zip(texts).collect();
-    let mut pair = Pair::with("--max-running 64", "--max-running 64");
+    let mut pair = Pair::over(transport, "--max-running 64", "--max-running 64");
     let running = Clients::start(
         pair.decode.api(),
         clients,
@@ -304,7 +310,7 @@ fn equal_texts(total: usize, clients: usize, leave_every: usize, restart_every: 
     // decode computes prompts itself meanwhile.
     let least = total as f64 / if restart_every > 0 { 20.0 } else { 4.0 };
     let migrated = pair.decode.metric("kvserve_migrations_committed_total");
-    println!("{total} requests, {migrated} migrated, {restarts} restarts: {tally:?}");
+    println!("{transport}: {total} requests, {migrated} migrated, {restarts} restarts: {tally:?}");
     assert!(migrated > least, "only {migrated} of {total} migrated");
     pair.wait_restored("after all requests");
     let (body, expected) = &requests[7];
@@ -314,21 +320,30 @@ fn equal_texts(total: usize, clients: usize, leave_every: usize, restart_every: 
 #[test]
 fn fault_29_texts_through_migrations_equal_those_of_one_process() {
     let _turn = two_at_a_time();
-    equal_texts(120, 16, 0, 0);
+    equal_texts("tcp", 120, 16, 0, 0);
 }
 
 #[test]
 fn fault_29_with_cancels_and_a_restart_they_still_do() {
     let _turn = two_at_a_time();
-    equal_texts(120, 16, 7, 60);
+    equal_texts("tcp", 120, 16, 7, 60);
+}
+
+#[test]
+fn fault_29_texts_through_shared_memory_equal_those_of_one_process() {
+    let _turn = two_at_a_time();
+    equal_texts("shm", 120, 16, 0, 0);
+    equal_texts("shm", 120, 16, 7, 60);
 }
 
 #[test]
 #[ignore = "a thousand requests, ten restarts"]
 fn fault_29_a_thousand_requests_at_concurrency_64_with_cancels_and_restarts() {
     let _turn = two_at_a_time();
-    equal_texts(1000, 64, 0, 0);
-    equal_texts(1000, 64, 9, 100);
+    for transport in ["tcp", "shm"] {
+        equal_texts(transport, 1000, 64, 0, 0);
+        equal_texts(transport, 1000, 64, 9, 100);
+    }
 }
 
 #[test]

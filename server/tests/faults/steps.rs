@@ -159,13 +159,26 @@ pub fn reference(bodies: &[Value]) -> Vec<Vec<u32>> {
     bodies.iter().map(|body| serve.ids(body)).collect()
 }
 
-/// A pair, a long request, and its text from a process alone.
+/// A pair, a long request, and its text from a process alone; pages go over TCP.
 pub fn pair_and_text() -> (Pair, Value, Vec<u32>) {
+    pair_and_text_over("tcp")
+}
+
+/// The same with another way of pages.
+pub fn pair_and_text_over(transport: &str) -> (Pair, Value, Vec<u32>) {
     let body = long_body(1);
     let expected = reference(std::slice::from_ref(&body)).remove(0);
-    let pair = Pair::start();
+    let pair = Pair::over(transport, "", "");
     assert_eq!(pair.decode.ids(&body), expected);
     (pair, body, expected)
+}
+
+/// The steps that pass the relay when pages go this way.
+pub fn steps_over(transport: &str) -> Vec<(&'static str, Flow)> {
+    let mut steps = migration_steps();
+    // Pages in shared memory pass by no relay.
+    steps.retain(|(_, flow)| transport == "tcp" || matches!(flow, Flow::Frame(..)));
+    steps
 }
 
 /// Whether a node has been asked to compute nothing for a while.

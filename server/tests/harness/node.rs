@@ -38,9 +38,6 @@ pub fn cpus() -> [usize; 2] {
     [allowed[0], allowed[1 % allowed.len()]]
 }
 
-/// Keeps page bytes on TCP, where a relay can see them.
-const PAGES_OVER_TCP: [&str; 0] = [];
-
 /// The key that all nodes of these tests share.
 pub const KEY: [u8; 32] = [0x5A; 32];
 
@@ -383,23 +380,26 @@ pub struct Pair {
 }
 
 impl Pair {
+    /// Pages go over TCP, where the relay sees them.
     pub fn start() -> Pair {
-        Pair::with("", "")
+        Pair::over("tcp", "", "")
     }
 
-    /// Extra flags of the decode and of the prefill node.
-    pub fn with(decode: &str, prefill: &str) -> Pair {
+    /// The way of pages (`tcp`, `shm`), and extra flags of the decode and of the prefill node.
+    pub fn over(transport: &str, decode: &str, prefill: &str) -> Pair {
+        let transport = format!("--transport {transport}");
         // The prefill node's own proxy is nowhere: it keeps dialling, which must not matter.
         let prefill = Spec::new("prefill", "prefill-0")
             .join(free_port())
+            .arg(&transport)
             .arg(prefill)
             .start();
         let relay = Relay::to(prefill.spec.peer);
-        let mut decode = Spec::new("decode", "decode-0")
+        let decode = Spec::new("decode", "decode-0")
             .join(relay.address)
-            .arg(decode);
-        decode.args.extend(PAGES_OVER_TCP.map(String::from));
-        let decode = decode.start();
+            .arg(&transport)
+            .arg(decode)
+            .start();
         let pair = Pair {
             decode,
             prefill,

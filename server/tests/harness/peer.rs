@@ -2,7 +2,7 @@
 //! test wants, true or not.
 
 use super::node::KEY;
-use kvserve_kv::session::frame::{FRAME_BYTES_MAX, Frame, RefuseReason};
+use kvserve_kv::session::frame::{FRAME_BYTES_MAX, Frame, RefuseReason, ShmOffer};
 use kvserve_kv::session::handshake::Refusal;
 use kvserve_kv::session::seal::{FrameStream, open_plain, plain};
 use kvserve_kv::session::{Handshake, LocalNode, PeerIdentity, PeerKey, Role, SealedChannel, Step};
@@ -44,7 +44,8 @@ impl Identity {
             page_bytes: self.page_bytes,
             api_url: api_url.into(),
             features: self.features,
-            shm: kvserve_kv::session::ShmOffer::default(),
+            // These peers have no pool to map.
+            shm: ShmOffer::default(),
         }
     }
 }
