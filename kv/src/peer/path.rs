@@ -305,7 +305,8 @@ impl Inner {
     }
 
     /// A page did not match its checksum (the attempt has failed by that). After the second time
-    /// the way it came by is out of use for the rest of the session.
+    /// the way it came by is out of use for the rest of the session; when it was the last one,
+    /// the session ends and is made anew.
     pub(super) fn mismatched(&self, session: &Session) {
         self.count(|counters| counters.checksum_mismatches += 1);
         let seen = session.mismatches.get() + 1;
@@ -321,6 +322,9 @@ impl Inner {
             ShmPath::Off => {
                 session.tcp_out.set(true);
                 self.events.path(&session.peer.node_id, "", &reason);
+                // No way is left. A new session probes them anew (PROTOCOL X1), so that the pair
+                // works again within one back-off once the fault has stopped (I11).
+                session.request_end(RefuseReason::Violation, false);
             }
         }
     }
