@@ -490,7 +490,9 @@ impl Node {
     }
 
     fn on_frame(&mut self, context: &mut Context, number: PeerSession, frame: Frame) {
-        context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
+        if !matches!(frame, Frame::Heartbeat) {
+            context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
+        }
         match frame {
             Frame::Heartbeat | Frame::ReleaseAnswer { .. } | Frame::App { .. } => {}
             Frame::Prefill {
