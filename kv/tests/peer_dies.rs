@@ -82,6 +82,7 @@ fn a_peer_that_dies_is_noticed_at_once_at_every_stage() {
             assert!(expected, "{when:?}: {error}");
             let took = Nanos::now().since(cut_at);
             assert!(took < Duration::from_secs(1), "{when:?}: {took:?}");
+            drop(migration);
             at_rest(&shard, &[&d, &p], SOON).await;
             p.service.script.set(Script::Serve { step: 2 });
             until(&shard, SOON, "it works again", || d.can_pull_from("p")).await;
@@ -135,6 +136,7 @@ fn a_frozen_peer_ends_the_attempt_at_its_stage_limit() {
                 None => panic!("{story:?}"),
             }
             // Silence ends the session on both sides, which restores the books.
+            drop(migration);
             at_rest(&shard, &[&d, &p], Duration::from_secs(10)).await;
             relay.thaw();
             p.service.script.set(Script::Serve { step: 2 });
@@ -166,6 +168,7 @@ fn a_service_that_stands_still_behind_live_heartbeats_ends_at_the_stage_limit() 
             assert!(took >= Duration::from_millis(limit_ms), "{took:?}");
             assert!(took < Duration::from_millis(limit_ms + 1000), "{took:?}");
             // The cancel reaches the service at once: its pages are back long before any ttl.
+            drop(migration);
             at_rest(&shard, &[&d, &p], Duration::from_secs(1)).await;
         }
         // A short request ends at its own deadline.
@@ -175,6 +178,7 @@ fn a_service_that_stands_still_behind_live_heartbeats_ends_at_the_stage_limit() 
         let took = Nanos::now().since(asked_at);
         assert_eq!(error.reason, FailReason::RequestDeadline);
         assert!(took < Duration::from_millis(800), "{took:?}");
+        drop(migration);
         at_rest(&shard, &[&d, &p], Duration::from_secs(1)).await;
         assert!(d.sees("p", PeerState::Up));
         stop(&[&d, &p]);
@@ -215,6 +219,7 @@ fn a_hub_that_is_stopped_says_so_and_everything_ends() {
         p.peers.stop();
         let error = follow(&mut migration).await.failed.expect("an end");
         assert_eq!(error.reason, FailReason::SessionEnded);
+        drop(migration);
         at_rest(&shard, &[&d, &p], SOON).await;
         assert_eq!(
             d.log.downs.borrow().as_slice(),

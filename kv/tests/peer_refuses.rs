@@ -139,6 +139,7 @@ fn a_service_that_refuses_says_why_and_gets_nothing_of_the_books() {
         assert_eq!(error.reason, FailReason::Busy { retry_ms: 5 });
         p.ledger.with(|ledger| ledger.free(&others));
         drop((hold, migration));
+        drop(migration);
         at_rest(&shard, &[&d, &p], SOON).await;
         stop(&[&d, &p]);
     });
@@ -172,6 +173,7 @@ fn a_publisher_that_is_dropped_aborts_and_wrong_bytes_are_noticed() {
                 other => panic!("{other:?}"),
             }
         }
+        drop(migration);
         at_rest(&shard, &[&d, &p], SOON).await;
         stop(&[&d, &p]);
     });

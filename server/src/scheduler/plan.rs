@@ -102,6 +102,10 @@ impl Scheduler {
             };
             let missing = wanted.saturating_sub(sequence.pages.len());
             if !self.take_pages(id, missing, ledger) {
+                // With nobody running, pages come back only from those that wait, too.
+                if self.running.is_empty() && self.strip_waiting(id, ledger) {
+                    continue;
+                }
                 return;
             }
             self.waiting.pop_front();

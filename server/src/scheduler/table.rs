@@ -266,7 +266,7 @@ impl Scheduler {
             })
             .max_by_key(|id| self.get(*id).map_or(0, |s| s.arrival));
         let Some(victim) = victim else {
-            return false;
+            return self.strip_waiting(than, ledger);
         };
         self.running.retain(|id| *id != victim);
         self.preemptions += 1;
@@ -277,6 +277,27 @@ impl Scheduler {
             sequence.phase = Phase::Waiting;
         }
         self.waiting.push_front(victim);
+        true
+    }
+
+    /// Takes the pages of the youngest sequence that waits with pages of its own (a migrated one
+    /// that was proven before it was admitted), other than `keep`. While it waits nothing comes
+    /// of them, and those that run, or would be admitted before it, may wait for just these.
+    pub(super) fn strip_waiting(&mut self, keep: SequenceId, ledger: &mut Ledger) -> bool {
+        let holds = |id: &SequenceId| {
+            self.get(*id)
+                .is_some_and(|s| s.standing == Standing::Own && !s.pages.is_empty())
+        };
+        let victim = (self.waiting.iter().copied())
+            .filter(|id| *id != keep && holds(id))
+            .max_by_key(|id| self.get(*id).map_or(0, |s| s.arrival));
+        let Some(sequence) = victim.and_then(|victim| self.get_mut(victim)) else {
+            return false;
+        };
+        ledger.free(&sequence.pages);
+        sequence.pages.clear();
+        sequence.computed = 0;
+        self.preemptions += 1;
         true
     }
 

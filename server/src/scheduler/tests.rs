@@ -100,6 +100,18 @@ impl Bench {
         );
     }
 
+    /// A sequence of 9 tokens with 8 of them in two migrated pages.
+    fn migrated(&mut self, new: u32) -> SequenceId {
+        let mut pages = Vec::new();
+        let taken = self.ledger.allocate(2, AllocateAs::Pulling, &mut pages);
+        taken.expect("two pages");
+        self.ledger.adopt(&pages).expect("pulled pages");
+        let mut spec = Self::spec(8, new);
+        spec.tokens.push(77);
+        spec.pages = PagesFrom::Migration { pages, computed: 8 };
+        self.scheduler.submit(spec).expect("room in the queue")
+    }
+
     fn tokens_of(&self, id: SequenceId) -> Vec<u32> {
         self.events
             .iter()
@@ -302,6 +314,42 @@ fn a_migrated_sequence_decodes_before_proof_but_frees_only_its_own_growth() {
     assert!(bench.scheduler.prove(id));
     bench.scheduler.remove(id, &mut bench.ledger);
     assert_eq!(bench.ledger.counts().free, 8);
+}
+
+/// Found by the simulator, seed 5016.
+#[test]
+fn pages_of_one_that_waits_do_not_stop_one_that_runs() {
+    let mut bench = Bench::new(5, 8);
+    let running = bench.submit(8, 8);
+    bench.plan();
+    bench.finish(false);
+    // A migrated sequence is proven and finds no page to go on with: 3 + 2 pages are all.
+    let waiting = bench.migrated(10);
+    assert!(bench.scheduler.prove(waiting));
+    for _ in 0..64 {
+        bench.plan();
+        bench.finish(false);
+    }
+    assert_eq!(bench.tokens_of(running).len(), 8);
+    assert_eq!(bench.tokens_of(waiting).len(), 10);
+    assert_eq!(bench.ledger.counts().free, 5);
+}
+
+#[test]
+fn two_that_wait_with_pages_do_not_wait_for_each_other() {
+    let mut bench = Bench::new(4, 8);
+    let ids = [bench.migrated(7), bench.migrated(7)];
+    for id in ids {
+        assert!(bench.scheduler.prove(id));
+    }
+    for _ in 0..64 {
+        bench.plan();
+        bench.finish(false);
+    }
+    for id in ids {
+        assert_eq!(bench.tokens_of(id).len(), 7);
+    }
+    assert_eq!(bench.ledger.counts().free, 4);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::rc::Rc;
+use std::time::Duration;
 
 /// A node's own sentinel ends it when its lane stands still for this long.
 const SENTINEL: u64 = ms(3000);
@@ -722,6 +723,8 @@ impl World {
         };
         match chosen {
             Some(node) => {
+                self.context
+                    .note(|| format!("client {client} goes to node {node}"));
                 let life = self.places[node].life;
                 let span = self.latency();
                 let what = Incoming::Request { client, left_ns };
@@ -771,13 +774,23 @@ impl World {
             return;
         }
         let time = self.context.time;
-        if let Some((node, _)) = self.proxy.node_of(client) {
+        if let Some((node, incarnation)) = self.proxy.node_of(client) {
             let place = &self.places[node];
-            let there = place.node.is_some() && place.frozen_until.is_none();
-            if there && time.saturating_sub(place.thawed_at) > ms(300) {
+            let now = place.clock.at(time);
+            let there = place.node.as_ref().filter(|there| {
+                let awake = place.frozen_until.is_none() && there.inbox.is_empty();
+                awake && there.incarnation == incarnation
+            });
+            // A request that reached its node late has that much more time there.
+            let late = there.is_some_and(|there| match there.deadline_of(client) {
+                Some(deadline) => now > deadline.at().after(Duration::from_millis(20)),
+                None => true,
+            });
+            if late && time.saturating_sub(place.thawed_at) > ms(300) {
                 let what = format!("client {client} waits half a second past its deadline");
                 self.context.broke(Invariant::I1, what);
             }
+            self.cancel_at(node, client);
         }
         self.proxy.ended(time, client, false);
         self.context

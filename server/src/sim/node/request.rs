@@ -87,6 +87,13 @@ impl Node {
         self.queue.push_back(number);
     }
 
+    /// By when a client's request ends here.
+    pub fn deadline_of(&self, client: usize) -> Option<Deadline> {
+        let mut requests = self.requests.values();
+        let of = requests.find(|request| request.client == client);
+        of.map(|request| request.request.deadline)
+    }
+
     pub(super) fn cancel_client(&mut self, context: &mut Context, client: usize) {
         let of = |(_, request): &(&u64, &Request)| request.client == client;
         let number = self.requests.iter().find(of).map(|(number, _)| *number);

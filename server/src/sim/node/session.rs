@@ -492,7 +492,9 @@ impl Node {
     }
 
     fn on_frame(&mut self, context: &mut Context, number: PeerSession, frame: Frame) {
-        context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
+        if !matches!(frame, Frame::Heartbeat) {
+            context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
+        }
         match frame {
             // Places are only told to peers that have mapped a pool, which these have not.
             Frame::Heartbeat
