@@ -27,7 +27,6 @@ fn under(rule: &'static str, rounds: usize, mut judge: impl FnMut(&Node, Story) 
             }
             judge(&d, story);
             drop(migration);
-            drop(migration);
             at_rest(&shard, &[&d, &p], SOON).await;
         }
         d.chaos.set("off".parse().expect("a rule"));
@@ -129,7 +128,6 @@ fn lost_late_and_corrupted_frames_end_or_work_but_never_hang() {
                 node.chaos.set("off".parse().expect("a rule"));
             }
             // A lost release is made good by the next renewal or by a fence.
-            drop(migration);
             at_rest(&shard, &[&d, &p], Duration::from_secs(20)).await;
             until(&shard, SOON, "a data connection", || d.can_pull_from("p")).await;
             migrate(&d, "p", &prompt(9)).await;

@@ -139,7 +139,6 @@ fn a_service_that_refuses_says_why_and_gets_nothing_of_the_books() {
         assert_eq!(error.reason, FailReason::Busy { retry_ms: 5 });
         p.ledger.with(|ledger| ledger.free(&others));
         drop((hold, migration));
-        drop(migration);
         at_rest(&shard, &[&d, &p], SOON).await;
         stop(&[&d, &p]);
     });
