@@ -189,6 +189,7 @@ fn a_migration_that_cannot_begin_gives_its_pages_back() {
         p.service.script.set(Script::Serve { step: 1 });
         let mut two = d.peers.prefill("p", second).expect("the second");
         assert!(follow(&mut one).await.failed.is_some());
+        drop(one);
         let story = follow(&mut two).await;
         d.take(&story.committed.expect("committed"), &[1]);
         at_rest(&shard, &[&d, &p], SOON).await;

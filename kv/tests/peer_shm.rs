@@ -143,6 +143,7 @@ fn a_peer_that_hears_nothing_any_more_fails_the_migration_at_commit() {
         let ended_at = Nanos::now();
         assert!(story.placed, "every page was copied and checked");
         let error = story.failed.expect("no answer to COMMIT");
+        drop(migration);
         assert_eq!(error.stage, Stage::Commit);
         assert_eq!(error.reason, FailReason::StageLimit);
         assert_eq!(d.peers.shm_counters().pages, 40);
@@ -180,6 +181,7 @@ fn a_peer_that_dies_ends_the_attempt_and_a_new_session_copies_again() {
         let cut_at = Nanos::now();
         relay.cut();
         let error = follow(&mut migration).await.failed.expect("it died");
+        drop(migration);
         assert_eq!(error.reason, FailReason::SessionEnded, "{error}");
         assert!(Nanos::now().since(cut_at) < Duration::from_secs(1));
         at_rest(&shard, &[&d, &p], SOON).await;
@@ -363,6 +365,7 @@ fn pages_that_are_reused_under_a_reader_fail_its_attempt() {
             }
         }
         let error = follow(&mut migration).await.failed.expect("it must fail");
+        drop(migration);
         let moved = FailReason::Read(EndReason::Failed(code::GENERATION));
         assert_eq!(error.reason, moved, "{error}");
         assert_eq!(d.peers.shm_counters().generations_moved, 1);

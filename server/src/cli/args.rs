@@ -259,7 +259,7 @@ pub struct UpArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     pub decode: u32,
     /// Port of the proxy's API on loopback.
-    #[arg(long, value_name = "PORT", default_value_t = 8000)]
+    #[arg(long, value_name = "PORT", default_value_t = 8000, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
     /// Flags of every node.
     #[command(flatten)]

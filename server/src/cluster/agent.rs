@@ -30,6 +30,8 @@ pub struct Agent {
     pub peer_address: String,
     /// Name of its model.
     pub model: String,
+    /// Whether a supervisor starts this node again when it ends.
+    pub supervised: bool,
 }
 
 impl Agent {
@@ -56,8 +58,13 @@ impl Agent {
 /// out within 50 ms of a proxy's session coming up.
 pub async fn report(node: Rc<NodeContext>, agent: Agent) {
     let mut sent: BTreeMap<String, (u64, Nanos, (bool, bool))> = BTreeMap::new();
+    let mut worn_out = false;
     loop {
         let now = node.shard.now();
+        if !worn_out && node.ledger.with(|ledger| ledger.not_ready()) {
+            worn_out = true;
+            wear_out(&node, &agent);
+        }
         if let Some(peers) = node.peers.get() {
             let up = peers.peers();
             let proxies = up
@@ -93,6 +100,24 @@ pub async fn report(node: Rc<NodeContext>, agent: Agent) {
 
 /// How often the loop looks for new proxies and for what is missing.
 const TURN: Duration = Duration::from_millis(50);
+
+/// Too many pages are in quarantine for the life of the process: tells it, and where a supervisor
+/// starts the node again, drains it.
+fn wear_out(node: &NodeContext, agent: &Agent) {
+    let counts = node.ledger.with(|ledger| ledger.counts());
+    node.log.warn(
+        "more than 1 % of the KV pages are quarantined",
+        &[
+            ("quarantined", &counts.quarantined),
+            ("pages", &counts.total()),
+            ("supervised", &agent.supervised),
+        ],
+    );
+    if agent.supervised {
+        // SAFETY: a signal to this very process; its handler asks for the drain.
+        unsafe { libc::kill(libc::getpid(), libc::SIGTERM) };
+    }
+}
 
 fn missing(node: &NodeContext) -> Option<String> {
     if node.ledger.with(|ledger| ledger.not_ready()) {

@@ -120,6 +120,14 @@ impl Admission {
         pages: usize,
     ) -> Result<Admitted, AdmissionFull> {
         let queued = self.queued();
+        let room = self.running.get() < self.running_max
+            && ledger.with(|ledger| ledger.free_pages()) >= pages;
+        if queued == 0 && room {
+            self.running.set(self.running.get() + 1);
+            return Ok(Admitted {
+                admission: self.clone(),
+            });
+        }
         if queued >= self.queued_max {
             return Err(AdmissionFull {
                 queued,

@@ -93,7 +93,13 @@ impl NodeContext {
     }
 
     /// Learns from an attempt, a recompute or a prefill that `tokens` of prompt took `span`.
+    ///
+    /// Short prompts say nothing: their time is overhead and waiting.
     pub(crate) fn learn_prompt_pace(&self, tokens: usize, span: Duration) {
+        const TOKENS_MIN: usize = 64;
+        if tokens < TOKENS_MIN {
+            return;
+        }
         let sample = span.as_nanos() as f64 / tokens.max(1) as f64;
         let known = self.prompt_token_ns.get();
         self.prompt_token_ns.set(if known > 0.0 {

@@ -404,6 +404,7 @@ fn peer_start(
         agent: Agent {
             peer_address: join.peer_listen.map(host).unwrap_or_default(),
             model: model_name.to_string(),
+            supervised: command.node.share_memory_with.is_some(),
         },
     }))
 }

@@ -1,6 +1,7 @@
 //! The cluster's secret key: 32 bytes as 64 hex digits in a file.
 
 use kvserve_kv::session::PeerKey;
+use std::io::Read;
 use std::path::Path;
 
 /// A longer file is not a key.
@@ -14,12 +15,14 @@ pub fn read(path: &Path) -> Result<PeerKey, String> {
     let wrong = |why: &str| {
         format!(
             "{}: {why}; a peer key file holds 64 hex digits, made e.g. by \
-             `head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' > {}`",
-            path.display(),
+             `head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' > peer.key`",
             path.display()
         )
     };
-    let text = std::fs::read(path).map_err(|error| wrong(&error.to_string()))?;
+    let mut text = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(FILE_BYTES_MAX as u64 + 1).read_to_end(&mut text))
+        .map_err(|error| wrong(&error.to_string()))?;
     if text.len() > FILE_BYTES_MAX {
         return Err(wrong("the file is too long"));
     }
@@ -33,7 +36,6 @@ pub fn read(path: &Path) -> Result<PeerKey, String> {
 /// # Errors
 /// When there is no randomness to be had.
 pub fn random() -> Result<PeerKey, String> {
-    use std::io::Read;
     let mut bytes = [0u8; 32];
     std::fs::File::open("/dev/urandom")
         .and_then(|mut file| file.read_exact(&mut bytes))

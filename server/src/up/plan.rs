@@ -28,6 +28,18 @@ impl Plan {
     /// # Errors
     /// A sentence for the user.
     pub fn make(args: &UpArgs, model_path: &Path) -> Result<Plan, String> {
+        for (flag, given) in [
+            ("--listen", args.node.listen),
+            ("--admin-listen", args.node.admin_listen),
+            ("--health-listen", args.node.health_listen),
+        ] {
+            if given.is_some() {
+                return Err(format!(
+                    "{flag} is for a single node; `up` chooses its nodes' ports and takes --port \
+                     for the API"
+                ));
+            }
+        }
         let api = SocketAddr::from((Ipv4Addr::LOCALHOST, args.port));
         // Told at once, not after the model has been loaded by every child.
         TcpListener::bind(api)
