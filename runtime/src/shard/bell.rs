@@ -22,6 +22,7 @@
 
 use super::event_fd::EventFd;
 use super::face::Shard;
+use super::nudge::Nudge;
 use std::cell::RefCell;
 use std::future::poll_fn;
 use std::io;
@@ -70,6 +71,8 @@ pub(crate) struct Doorbell {
     /// It is cloned once and woken by reference, so nothing of a task's reference count is
     /// left to them.
     hard: OnceLock<Waker>,
+    /// For the time before there is one.
+    pub(crate) nudge: Nudge,
 }
 
 impl Doorbell {
@@ -80,6 +83,7 @@ impl Doorbell {
             closed: AtomicBool::new(false),
             event: EventFd::new()?,
             hard: OnceLock::new(),
+            nudge: Nudge::default(),
         })
     }
 
@@ -120,8 +124,10 @@ impl Doorbell {
         if self.closed.load(Ordering::Relaxed) {
             return;
         }
-        if let Some(waker) = self.hard.get() {
-            waker.wake_by_ref();
+        match self.hard.get() {
+            Some(waker) => waker.wake_by_ref(),
+            // No task has run yet: the executor has parked before its first one.
+            None => self.nudge.nudge(),
         }
     }
 

@@ -196,6 +196,7 @@ where
     go.recv().ok()?;
     let shard = Shard::new(remote.clone(), index);
     remote.pulse.adopt_this_thread();
+    remote.bell.nudge.adopt_this_thread();
     Shard::set_current(Some(shard.clone()));
     let value = abort_on_unwind(&config.name, || {
         executor.run(async move {
@@ -204,6 +205,7 @@ where
         })
     });
     remote.pulse.set_ended();
+    remote.bell.nudge.forget();
     remote.bell.close();
     // The executor goes first, while seats that its tasks hold can still find their shard.
     drop(executor);

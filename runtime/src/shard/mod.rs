@@ -21,6 +21,7 @@ mod event_fd;
 mod face;
 mod guard;
 mod launch;
+mod nudge;
 pub mod poll_loop;
 mod pulse;
 mod timers;
