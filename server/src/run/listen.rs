@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// How long a port may still be held by the last life of this node. The kernel takes an io_uring
 /// down after its process is gone, and only with it the listeners: 14 ms were seen.
-const PORT_PATIENCE: Duration = Duration::from_secs(1);
+const PORT_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often a held port is looked at.
 const PORT_LOOK: Duration = Duration::from_millis(2);

@@ -26,6 +26,21 @@ fn send_signal(pid: i32, signal: i32) {
     unsafe { libc::kill(pid, signal) };
 }
 
+/// Freezes a process; when this returns, none of its threads runs any more.
+fn freeze(pid: i32) {
+    send_signal(pid, libc::SIGSTOP);
+    let state = |task: &std::path::Path| {
+        let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
+        let after = stat.rsplit(')').next().unwrap_or_default();
+        after.trim_start().starts_with('T')
+    };
+    eventually("the process is frozen", Duration::from_secs(5), || {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+        let mut tasks = tasks.filter_map(|entry| Some(entry.ok()?.path()));
+        tasks.all(|task| state(&task)).then_some(())
+    });
+}
+
 /// Runs the request while `act` strikes at `flow`; the text must be right all the same.
 fn struck_at(
     pair: &Pair,
@@ -141,7 +156,7 @@ fn prefill_freezes(transport: &str, steps: &[(&str, Flow)]) {
         let committed = pair.decode.metric("kvserve_migrations_committed_total");
         let pid = pair.prefill.pid();
         struck_at(&pair, &body, &expected, name, flow, move || {
-            send_signal(pid, libc::SIGSTOP);
+            freeze(pid);
             Act::Pass
         });
         pair.decode.wait_restored(name, Duration::from_secs(3));
@@ -170,7 +185,7 @@ fn decode_frozen_for(transport: &str, span: Duration) {
     ] {
         let pid = pair.decode.pid();
         let struck = pair.relay.once(flow, move || {
-            send_signal(pid, libc::SIGSTOP);
+            freeze(pid);
             Act::Pass
         });
         let (api, request) = (pair.decode.api(), body.clone());

@@ -7,7 +7,9 @@ use super::{eventually, ids_of, tiny_qwen2};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -20,13 +22,35 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 /// KV cache of a node unless a test says otherwise: 2,048 pages of the tiny model.
 const KV_CACHE: &str = "32MiB";
 
-/// A loopback port that is free now, below those that the kernel gives to outgoing connections:
-/// a node that is started again must find its port free.
+/// Ports of one test process: more than a run of all tests takes.
+const PORTS: u32 = 2_000;
+
+/// Where such ranges begin: below the ports that the kernel gives to outgoing connections.
+const RANGES: std::ops::Range<u32> = 5..16;
+
+/// The first port of this process. Each range has a lock (a name that the kernel frees with the
+/// process), so that tests of several checkouts do not take the ports of nodes that are just
+/// being started again.
+fn first_port() -> u32 {
+    static RANGE: OnceLock<(u32, UnixListener)> = OnceLock::new();
+    let (range, _lock) = RANGE.get_or_init(|| {
+        RANGES
+            .into_iter()
+            .find_map(|range| {
+                let name = format!("kvserve-test-ports-{range}");
+                let address = UnixAddress::from_abstract_name(name).ok()?;
+                Some((range, UnixListener::bind_addr(&address).ok()?))
+            })
+            .expect("a range of ports that no other test process uses")
+    });
+    range * PORTS
+}
+
+/// A loopback port that is free now, and that no other test takes.
 pub fn free_port() -> SocketAddr {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let offset = std::process::id().wrapping_mul(61);
-    (0..20_000)
-        .map(|_| 10_000 + (offset.wrapping_add(NEXT.fetch_add(1, SeqCst)) % 20_000) as u16)
+    (0..PORTS)
+        .map(|_| (first_port() + NEXT.fetch_add(1, SeqCst) % PORTS) as u16)
         .map(|port| SocketAddr::from(([127, 0, 0, 1], port)))
         .find(|address| TcpListener::bind(address).is_ok())
         .expect("a free port")
