@@ -75,7 +75,7 @@ impl Node {
             }
             LeaseEffect::Free(pages) => {
                 self.note_freed(context, &pages);
-                self.keeper.ledger.with(|ledger| ledger.free(&pages));
+                (self.keeper.ledger).with(|ledger| ledger.end_lease(&pages));
             }
             LeaseEffect::EndSession(number, reason) => self.end_session(number, reason, false),
         }
@@ -239,7 +239,7 @@ impl Node {
             }
             Err(_) => {
                 self.engine.remove(&self.keeper, sequence);
-                ledger.with(|ledger| ledger.free(&pages));
+                ledger.with(|ledger| ledger.end_lease(&pages));
                 return false;
             }
         }
