@@ -100,16 +100,15 @@ impl Ledger {
         salt: &[u8],
         tokens: &[u32],
         pages: &mut [PageId],
-        known: usize,
+        mut known: usize,
         swap: bool,
     ) -> usize {
         let Some(page_tokens) = self.books.prefix.as_ref().map(PrefixIndex::page_tokens) else {
             return known;
         };
-        let first = known;
-        let mut known = first;
-        let mut parent = first.checked_sub(1).map(|last| pages[last]);
-        for at in first..pages.len().min(tokens.len() / page_tokens) {
+        let mut parent = known.checked_sub(1).map(|last| pages[last]);
+        let new = known..pages.len().min(tokens.len() / page_tokens);
+        for at in new {
             let of_page = &tokens[at * page_tokens..(at + 1) * page_tokens];
             let page = pages[at];
             let Some(prefix) = &mut self.books.prefix else {
