@@ -2,6 +2,7 @@
 //! comes back with the first token. Fixed layouts, little-endian, length caps (PROTOCOL S5).
 
 use crate::engine::SamplingParams;
+use kvserve_kv::prefix::CACHE_SALT_BYTES_MAX;
 use kvserve_model::Sampled;
 
 /// Alternatives a first token can carry: the API's own cap on `top_logprobs`.
@@ -72,6 +73,64 @@ pub fn decode_sampling(bytes: &[u8]) -> Result<SamplingParams, PayloadError> {
         && params.logprobs.unwrap_or(0) as usize <= TOP_MAX
         && reader.0.is_empty();
     if sane { Ok(params) } else { Err(error) }
+}
+
+/// Writes what a `Prefill` frame carries beside its prompt: sampling parameters, then the cache
+/// salt with its length.
+pub fn encode_ask(params: &SamplingParams, cache_salt: &str) -> Vec<u8> {
+    let salt = cache_salt.as_bytes();
+    let salt = &salt[..salt.len().min(CACHE_SALT_BYTES_MAX)];
+    let mut out = encode_sampling(params);
+    out.push(salt.len() as u8);
+    out.extend_from_slice(salt);
+    out
+}
+
+/// Reads it; sampling parameters alone have no salt.
+///
+/// # Errors
+/// [`PayloadError`] when a length or a value is out of range.
+pub fn decode_ask(bytes: &[u8]) -> Result<(SamplingParams, Vec<u8>), PayloadError> {
+    let error = PayloadError {
+        what: "set of sampling parameters and salt",
+        bytes: bytes.len(),
+    };
+    let (sampling, salt) = bytes.split_at_checked(SAMPLING_BYTES).ok_or(error)?;
+    let params = decode_sampling(sampling)?;
+    match salt.split_first() {
+        None => Ok((params, Vec::new())),
+        Some((length, salt))
+            if usize::from(*length) == salt.len() && salt.len() <= CACHE_SALT_BYTES_MAX =>
+        {
+            Ok((params, salt.to_vec()))
+        }
+        Some(_) => Err(error),
+    }
+}
+
+/// Writes the first token of a prefill and how many of the prompt's tokens were in the prefix
+/// cache, for the client's usage.
+pub fn encode_first(sampled: &Sampled, cached_tokens: u32) -> Vec<u8> {
+    let mut out = encode_token(sampled);
+    out.extend_from_slice(&cached_tokens.to_le_bytes());
+    out
+}
+
+/// Reads them; a token alone says nothing of a cache.
+///
+/// # Errors
+/// [`PayloadError`] as [`decode_token`].
+pub fn decode_first(bytes: &[u8], vocab_size: usize) -> Result<(Sampled, u32), PayloadError> {
+    if let Ok(sampled) = decode_token(bytes, vocab_size) {
+        return Ok((sampled, 0));
+    }
+    let error = PayloadError {
+        what: "first token",
+        bytes: bytes.len(),
+    };
+    let (token, cached) = bytes.split_last_chunk::<4>().ok_or(error)?;
+    let sampled = decode_token(token, vocab_size).map_err(|_| error)?;
+    Ok((sampled, u32::from_le_bytes(*cached)))
 }
 
 /// Writes a sampled token.
@@ -163,6 +222,45 @@ mod tests {
         assert!(decode_sampling(&bytes).is_err());
         bytes.push(0);
         assert!(decode_sampling(&bytes).is_err());
+    }
+
+    #[test]
+    fn salts_and_cached_tokens_survive_the_way_and_wrong_lengths_do_not() {
+        let params = SamplingParams {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            seed: 1,
+            logprobs: None,
+        };
+        let longest = "x".repeat(CACHE_SALT_BYTES_MAX);
+        for salt in ["", "a", &longest] {
+            let mut bytes = encode_ask(&params, salt);
+            let whole = (params.clone(), salt.as_bytes().to_vec());
+            assert_eq!(decode_ask(&bytes), Ok(whole));
+            let alone = (params.clone(), Vec::new());
+            assert_eq!(decode_ask(&bytes[..SAMPLING_BYTES]), Ok(alone));
+            bytes.push(0);
+            assert!(decode_ask(&bytes).is_err());
+            assert!(decode_ask(&bytes[..SAMPLING_BYTES - 1]).is_err());
+        }
+        let mut long = encode_ask(&params, "");
+        long[SAMPLING_BYTES] = CACHE_SALT_BYTES_MAX as u8 + 1;
+        long.extend(vec![b'x'; CACHE_SALT_BYTES_MAX + 1]);
+        assert!(decode_ask(&long).is_err());
+
+        let sampled = Sampled {
+            token: 7,
+            logprob: -0.5,
+            top: vec![(7, -0.5), (3, -1.5)],
+        };
+        let bytes = encode_first(&sampled, 48);
+        assert_eq!(decode_first(&bytes, 8), Ok((sampled.clone(), 48)));
+        let alone = encode_token(&sampled);
+        assert_eq!(decode_first(&alone, 8), Ok((sampled, 0)));
+        for length in (0..bytes.len()).filter(|length| *length != alone.len()) {
+            assert!(decode_first(&bytes[..length], 8).is_err(), "{length}");
+        }
     }
 
     #[test]

@@ -100,6 +100,7 @@ pub fn request(prompt: Vec<u32>, max_tokens: u32, deadline: Deadline) -> Generat
             logprobs: None,
         },
         stop_token_ids: (0..STOP_IDS).collect(),
+        cache_salt: String::new(),
         deadline,
         label: String::new(),
     }
