@@ -5,15 +5,23 @@
 //!
 //! | file | follows |
 //! |---|---|
-//! | `session` | `peer/{connect,data,session,dispatch}.rs`: dials, handshakes, frames, ends |
-//! | `serve` | `peer/serve.rs`, `node/prefill.rs`: leases and the producer behind each |
+//! | `dial`, `session`, `path` | `peer/{connect,session,data}.rs`: dials, handshakes, data connections |
+//! | `frames` | `peer/{session,dispatch}.rs`: frames in and out |
+//! | `alive` | `peer/{hub,session}.rs`: heartbeats, renewals, the end of a session |
+//! | `lease` | `peer/dispatch.rs` and the read server: the lease table, its frames and effects |
+//! | `serve` | `peer/serve.rs`, `node/prefill.rs`: the producer behind each lease |
 //! | `pull` | `peer/{migrate,migration}.rs`: one attempt's machine with its reads and checks |
 //! | `request` | `node/{accept,admission,decode}.rs`: a request to exactly one end |
 //! | `engine` | `engine/core.rs`: steps of the real scheduler on the simulated lane |
 //! | `checks` | none: the invariants one node can be asked about |
 
+mod alive;
 mod checks;
+mod dial;
 mod engine;
+mod frames;
+mod lease;
+mod path;
 mod pull;
 mod request;
 mod serve;
@@ -24,6 +32,7 @@ use super::clock;
 use super::context::{Context, Outcome};
 use super::keeper::Keeper;
 use super::model::PAGE_BYTES;
+use dial::Dial;
 use engine::Engine;
 use kvserve_kv::lease::{LeaseLimits, LeaseTable, PeerSession};
 use kvserve_kv::pull::{PullLimits, PullNews};
@@ -36,7 +45,7 @@ use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
 use request::Request;
 use serve::Producer;
-use session::{Dial, Line, Session};
+use session::{Line, Session};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;

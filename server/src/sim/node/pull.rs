@@ -1,6 +1,6 @@
 //! The decode side: one attempt's machine with its reads, its checks and its waiter.
 
-use super::session::PullPath;
+use super::path::PullPath;
 use super::wait::Wait;
 use super::{Key, Node};
 use crate::sim::check::Invariant;
