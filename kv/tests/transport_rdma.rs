@@ -1,7 +1,9 @@
 //! The RDMA transport on the fake wire, and with `KVSERVE_TEST_VERBS=system` on soft-RoCE: the
-//! suite that every transport must pass, in the form of a transport that drains.
+//! suite that every transport must pass, in the form of a transport that drains, and what only
+//! RDMA can show.
 
 mod conformance;
+mod rdma_cases;
 
 use conformance::rdma_rig::RdmaRig;
 

@@ -37,7 +37,6 @@ pub(crate) struct Request {
 
 /// A queue pair as its card knows it.
 pub(crate) struct Pair {
-    pub number: u32,
     pub state: u32,
     pub peer: u32,
     pub timeout: u8,
@@ -198,11 +197,7 @@ impl Cards {
         }
         let queue = pair.queue.clone();
         for request in pair.requests.drain(..) {
-            queue.push(completion(
-                request.wr_id,
-                sys::IBV_WC_WR_FLUSH_ERR,
-                number,
-            ));
+            queue.push(completion(request.wr_id, sys::IBV_WC_WR_FLUSH_ERR, number));
         }
     }
 
@@ -254,7 +249,11 @@ impl Cards {
     }
 
     fn read(&mut self, side: Side, peer_number: u32, request: &Request) -> Answer {
-        let bytes: u64 = request.scatter.iter().map(|(_, len, _)| u64::from(*len)).sum();
+        let bytes: u64 = request
+            .scatter
+            .iter()
+            .map(|(_, len, _)| u64::from(*len))
+            .sum();
         let there = self.side(side.other());
         let readable = |memory: &Memory| {
             memory.flags & sys::IBV_ACCESS_REMOTE_READ != 0
@@ -316,7 +315,11 @@ impl Cards {
 pub(crate) fn tell(contexts: &[usize], element: ibv_async_element, event: u32) {
     for context in contexts {
         // SAFETY: a context is taken off the list, under the same lock, before it is freed.
-        unsafe { (*(*context as *const FakeContext)).events.push(element, event) };
+        unsafe {
+            (*(*context as *const FakeContext))
+                .events
+                .push(element, event)
+        };
     }
 }
 

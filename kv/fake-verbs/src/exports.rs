@@ -283,7 +283,6 @@ exports! {
         let (shared, side) = (device.shared.clone(), device.side);
         let pair: *mut ibv_qp = give(FakePair { abi, shared: shared.clone(), side });
         let known = Pair {
-            number,
             state: IBV_QPS_RESET,
             peer: 0,
             timeout: 0,

@@ -4,9 +4,7 @@
 use super::{Lease, PATIENCE, Rig, Shape};
 use fake_verbs::Wire;
 use kvserve_kv::transport::rdma::verbs::{Access, Library};
-use kvserve_kv::transport::rdma::{
-    Opening, RdmaConfig, RdmaError, RdmaTransport, ServedId,
-};
+use kvserve_kv::transport::rdma::{Opening, RdmaConfig, RdmaError, RdmaTransport, ServedId};
 use kvserve_kv::transport::shm::Place;
 use kvserve_kv::transport::{Transport, code};
 use kvserve_kv::{PageId, PoolMemory};

@@ -133,11 +133,8 @@ pub fn choose(devices: &[DeviceFound], wish: &Wish) -> Result<Choice, NoDevice> 
     if devices.is_empty() {
         return Err(NoDevice::None);
     }
-    let wanted = |device: &&DeviceFound| {
-        wish.device
-            .as_ref()
-            .is_none_or(|name| *name == device.name)
-    };
+    let wanted =
+        |device: &&DeviceFound| wish.device.as_ref().is_none_or(|name| *name == device.name);
     let named: Vec<_> = devices.iter().filter(wanted).collect();
     if let (true, Some(name)) = (named.is_empty(), &wish.device) {
         let there = devices.iter().map(|device| device.name.clone()).collect();

@@ -8,8 +8,9 @@
 //!                                                       Gone (quiet) ◀── done ──┴── refused ──▶ Stuck
 //! ```
 //!
-//! **Keeps** E4: a read is told as over only when each of its requests has been closed by a
-//! completion, or the queue pair has been destroyed.
+//! **Keeps** E4, E5: a read is told as done only when each of its requests has been closed by a
+//! completion; when the queue pair breaks, what it had not done is told as flushed, at once, and
+//! its memory is quiet only once the channel is: flushed to the marker, or destroyed.
 
 use super::cut::{CutRule, Entry, next_request};
 use super::ring::{Posted, SendRing, Stray};
@@ -60,8 +61,6 @@ struct Pending {
     cut: usize,
     /// Its requests on their way.
     requests: usize,
-    /// One of its requests failed: it never succeeds.
-    broken: bool,
     outcome: Option<CompletionStatus>,
 }
 
@@ -112,6 +111,8 @@ pub(super) struct Channel {
     refused: bool,
     /// Bytes of closed requests.
     pub(super) bytes: u64,
+    /// When the last of them was.
+    pub(super) moved_at: Nanos,
     share: Option<CompletionShare>,
 }
 
@@ -138,6 +139,7 @@ impl Channel {
             cursor: 0,
             refused: false,
             bytes: 0,
+            moved_at: Nanos(0),
             share: Some(share),
         }
     }
@@ -219,7 +221,6 @@ impl Channel {
             into: read.into,
             cut: 0,
             requests: 0,
-            broken: false,
             outcome,
         });
     }
@@ -255,14 +256,17 @@ impl Channel {
         self.stop();
     }
 
-    /// Something ended it. Its reads are told one by one, as they end.
+    /// Something ended it: what it had not done is flushed.
     pub(super) fn fail(&mut self, code: u32, turn: &mut Turn<'_>) {
         if let Phase::Ready(_) = self.phase {
             self.failed = Some(code);
             turn.counters.channels_failed += 1;
             self.stop();
+            for read in &mut self.queue {
+                read.outcome.get_or_insert(CompletionStatus::Flushed(code));
+            }
         }
-        self.settle(turn.done);
+        self.hand_over(turn.done);
     }
 
     /// ERR, so that what is on its way is flushed.
@@ -310,25 +314,24 @@ impl Channel {
             };
             // Those before the one that failed succeeded: errors come in order.
             let good = success || at < closed;
-            if good {
-                self.bytes += request.bytes as u64;
+            if !good {
+                break;
             }
+            self.bytes += request.bytes as u64;
+            self.moved_at = turn.now;
             let place = request.read.checked_sub(self.front);
             let read = place.and_then(|place| self.queue.get_mut(place as usize));
             let Some(read) = read else {
-                continue; // of a killed channel
+                continue; // of a channel that is over: it was told, or need not be
             };
             read.requests -= 1;
-            // A broken one is told when its last request is closed, see `settle`.
-            read.broken |= !good;
-            if !read.broken && read.requests == 0 && read.cut == read.into.len() {
+            if read.requests == 0 && read.cut == read.into.len() {
                 read.outcome.get_or_insert(CompletionStatus::Success);
             }
         }
-        if success {
-            self.refused = false;
-            self.hand_over(turn.done);
-        } else {
+        self.refused = false;
+        self.hand_over(turn.done);
+        if !success {
             self.fail(code::VERBS | (ended.status & 0xFF), turn);
         }
     }
@@ -337,7 +340,11 @@ impl Channel {
     pub(super) fn turn(&mut self, turn: &mut Turn<'_>) {
         match &mut self.phase {
             Phase::Ready(_) => self.pump(turn),
-            Phase::Draining { pair, marker, until } => {
+            Phase::Draining {
+                pair,
+                marker,
+                until,
+            } => {
                 let until = *until.get_or_insert(turn.now.after(MARKER_MAX));
                 if *marker == Marker::Due {
                     *marker = post_marker(pair, self.id, turn.batch);
@@ -362,7 +369,6 @@ impl Channel {
         match pair.destroy() {
             Ok(()) => {
                 while self.ring.close_oldest().is_some() {}
-                self.queue.iter_mut().for_each(|read| read.requests = 0);
                 self.share = None;
             }
             Err(_) => {
@@ -370,7 +376,6 @@ impl Channel {
                 self.phase = Phase::Stuck;
             }
         }
-        self.settle(turn.done);
     }
 
     /// What became of it, for the slab.
@@ -382,20 +387,6 @@ impl Channel {
             (_, false) => Reap::Draining(self.queue.len() + undelivered),
             (Phase::Ready(_), true) => Reap::Draining(self.ring.len()),
         }
-    }
-
-    /// Reads that nothing can complete any more, and that touch no memory, have failed.
-    fn settle(&mut self, done: &mut VecDeque<Completed>) {
-        if let (Some(code), Phase::Draining { .. } | Phase::Gone | Phase::Stuck) =
-            (self.failed, &self.phase)
-        {
-            for read in &mut self.queue {
-                if read.requests == 0 {
-                    read.outcome.get_or_insert(CompletionStatus::Error(code));
-                }
-            }
-        }
-        self.hand_over(done);
     }
 
     /// Moves the completions of all reads from the front that have an outcome to `done`.
@@ -461,7 +452,12 @@ impl Channel {
                 continue;
             }
             let rule = &self.remote.rule;
-            let cut = next_request(rule, &read.from[read.cut..], &read.into[read.cut..], entries);
+            let cut = next_request(
+                rule,
+                &read.from[read.cut..],
+                &read.into[read.cut..],
+                entries,
+            );
             let from = read.from[read.cut].page as u64;
             let signalled = self.ring.signal_due(self.remote.signal_every);
             batch.push(ReadWork {

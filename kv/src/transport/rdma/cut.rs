@@ -130,10 +130,7 @@ mod tests {
         let cuts = cut_all(&RULE, &[5, 6, 7, 8], &[9, 3, 4, 1]);
         assert_eq!(
             cuts,
-            [
-                (3, vec![(9, 3008), (3, 3008 + 3000)]),
-                (1, vec![(1, 3000)])
-            ]
+            [(3, vec![(9, 3008), (3, 3008 + 3000)]), (1, vec![(1, 3000)])]
         );
     }
 
@@ -151,7 +148,10 @@ mod tests {
     fn no_request_is_longer_than_its_bound_unless_a_page_is() {
         let run: Vec<u32> = (0..25).collect();
         let cuts = cut_all(&RULE, &run, &run);
-        assert_eq!(cuts.iter().map(|cut| cut.0).collect::<Vec<_>>(), [10, 10, 5]);
+        assert_eq!(
+            cuts.iter().map(|cut| cut.0).collect::<Vec<_>>(),
+            [10, 10, 5]
+        );
         let short = CutRule {
             bytes_max: 100,
             ..RULE

@@ -71,7 +71,10 @@ impl fmt::Display for BadEndpoint {
                 "one end is on Ethernet and the other on InfiniBand; choose devices of one kind",
             ),
             BadEndpoint::Stride(stride, page) => {
-                write!(f, "the peer's pages are {stride} bytes apart, ours have {page}")
+                write!(
+                    f,
+                    "the peer's pages are {stride} bytes apart, ours have {page}"
+                )
             }
         }
     }
@@ -162,7 +165,10 @@ impl Endpoint {
             return bad("packet number", end.psn.into());
         }
         let bytes = u64::from(end.pages).checked_mul(end.stride);
-        if bytes.and_then(|bytes| end.base.checked_add(bytes)).is_none() {
+        if bytes
+            .and_then(|bytes| end.base.checked_add(bytes))
+            .is_none()
+        {
             return bad("pool", end.base);
         }
         Ok(end)

@@ -120,7 +120,10 @@ impl fmt::Display for RdmaError {
                 write!(f, "{device} port {port} is not ACTIVE; look at the link")
             }
             RdmaError::ChannelInUse(index) => {
-                write!(f, "channel {index} has a queue pair; kill and reap it first")
+                write!(
+                    f,
+                    "channel {index} has a queue pair; kill and reap it first"
+                )
             }
         }
     }
@@ -584,6 +587,11 @@ impl Transport for RdmaTransport {
         for at in 0..count as u64 {
             self.take_back(first.offset(at));
         }
+    }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.channel(channel)
+            .map_or(Nanos(0), |channel| channel.moved_at)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::pool::{PageId, PoolMemory};
 use crate::transport::places::{LearnError, Place, Places};
 use crate::transport::sys::{self, Trouble};
 use crate::transport::{Read, code};
-use kvserve_runtime::{ChannelId, Completed, CompletionStatus, WorkId};
+use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -18,6 +18,7 @@ pub(super) const READS_MAX: usize = 256;
 
 /// What every channel of a transport uses in its turn.
 pub(super) struct Turn<'a> {
+    pub(super) now: Nanos,
     pub(super) pool: &'a PoolMemory,
     pub(super) page_bytes: usize,
     pub(super) kernel: Kernel,
@@ -57,6 +58,8 @@ pub(super) struct Channel {
     pub(super) ready: bool,
     /// Bytes copied.
     pub(super) bytes: u64,
+    /// When the last of them were.
+    pub(super) moved_at: Nanos,
 }
 
 impl Channel {
@@ -69,6 +72,7 @@ impl Channel {
             copy: None,
             ready: false,
             bytes: 0,
+            moved_at: Nanos(0),
         }
     }
 
@@ -204,6 +208,7 @@ impl Channel {
             };
             *turn.budget = turn.budget.saturating_sub(count);
             self.bytes += count as u64;
+            self.moved_at = turn.now;
             // The words above are loaded before the generation below.
             fence(Ordering::Acquire);
             if moved(shared) {
@@ -258,7 +263,9 @@ impl Channel {
     fn fail(&mut self, code: u32, done: &mut VecDeque<Completed>) {
         self.link = Link::Failed(code);
         for pending in &mut self.queue {
-            pending.outcome.get_or_insert(CompletionStatus::Error(code));
+            pending
+                .outcome
+                .get_or_insert(CompletionStatus::Flushed(code));
         }
         self.hand_over(done);
         self.forget();

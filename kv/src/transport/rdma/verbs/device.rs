@@ -156,11 +156,7 @@ pub enum AsyncEvent {
 }
 
 impl Device {
-    fn open(
-        verbs: Rc<Verbs>,
-        name: &str,
-        device: *mut ibv_device,
-    ) -> Result<Rc<Self>, VerbError> {
+    fn open(verbs: Rc<Verbs>, name: &str, device: *mut ibv_device) -> Result<Rc<Self>, VerbError> {
         // SAFETY: the device is of a list that is not freed yet.
         let context = unsafe { (verbs.open_device)(device) };
         if context.is_null() {
@@ -327,8 +323,7 @@ impl Drop for Device {
 
 /// The type of a GID as the kernel tells it, for libraries that do not.
 fn gid_kind_of_sysfs(device: &str, port: u8, index: u32) -> u32 {
-    let path =
-        format!("/sys/class/infiniband/{device}/ports/{port}/gid_attrs/types/{index}");
+    let path = format!("/sys/class/infiniband/{device}/ports/{port}/gid_attrs/types/{index}");
     match std::fs::read_to_string(path).unwrap_or_default().trim() {
         "RoCE v2" => sys::IBV_GID_TYPE_ROCE_V2,
         "IB/RoCE v1" => sys::IBV_GID_TYPE_ROCE_V1,

@@ -27,7 +27,7 @@ mod queue;
 mod region;
 
 pub use batch::{ReadWork, WorkBatch};
-pub use device::{AsyncEvent, Device, GidEntry, DeviceLimits, Library, PortFacts};
+pub use device::{AsyncEvent, Device, DeviceLimits, GidEntry, Library, PortFacts};
 pub use pair::{PairLimits, PairPath, PostFailed, QueuePair, Responder};
 pub use queue::{CompletionQueue, Ended};
 pub use region::{Access, Region};

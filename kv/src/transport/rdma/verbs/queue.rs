@@ -83,9 +83,8 @@ impl CompletionQueue {
     pub fn take(&self, mut each: impl FnMut(Ended)) -> Result<usize, VerbError> {
         let mut found = [ibv_wc::default(); TAKE_MAX];
         // SAFETY: a live queue, and room for as many as are asked for.
-        let count = unsafe {
-            sys::ibv_poll_cq(self.queue, TAKE_MAX as libc::c_int, found.as_mut_ptr())
-        };
+        let count =
+            unsafe { sys::ibv_poll_cq(self.queue, TAKE_MAX as libc::c_int, found.as_mut_ptr()) };
         if count < 0 {
             return Err(VerbError::new("ibv_poll_cq", count.abs()));
         }
@@ -116,9 +115,8 @@ impl CompletionQueue {
         loop {
             let (mut queue, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: a live channel, whose descriptor is non-blocking, and two places.
-            let answer = unsafe {
-                (self.device.verbs.get_cq_event)(self.channel, &mut queue, &mut context)
-            };
+            let answer =
+                unsafe { (self.device.verbs.get_cq_event)(self.channel, &mut queue, &mut context) };
             if answer != 0 {
                 return count;
             }
