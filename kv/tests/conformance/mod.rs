@@ -49,6 +49,10 @@ pub trait Rig: Sized {
     const REFUSED: u32 = REFUSED;
     /// Whether a killed channel touches nothing from that moment on; else it drains first.
     const QUIET_AT_ONCE: bool = true;
+    /// Whether a narrow rig stands still between two turns, so that a case meets half-way points.
+    fn stands_still(&self) -> bool {
+        true
+    }
     /// Both sides, without a channel.
     fn new(shape: Shape) -> Self;
     /// The side under test.
@@ -556,13 +560,14 @@ pub fn an_abandoned_read_completes_without_its_peer<R: Rig>() {
 }
 
 pub fn a_peer_killed_in_mid_read_fails_every_read_or_is_reaped<R: Rig>() {
-    let mut cut_short = 0;
+    let (mut cut_short, mut stands_still) = (0, true);
     for step in [0, 1, 2, 3, 5, 8, 13] {
         let mut world = World::<R>::new(Shape {
             pages: 64,
             page_bytes: 4096,
             narrow: true,
         });
+        stands_still &= world.rig.stands_still();
         let channel = world.rig.connect(0);
         let lease = world.grant_all();
         let parts = [0..20, 20..40, 40..63];
@@ -590,7 +595,10 @@ pub fn a_peer_killed_in_mid_read_fails_every_read_or_is_reaped<R: Rig>() {
         world.rig.transport().kill(channel);
         world.assert_reaped(channel);
     }
-    assert!(cut_short >= 2, "no step met a read in flight");
+    assert!(
+        cut_short >= 2 || !stands_still,
+        "no step met a read in flight"
+    );
 }
 
 pub fn a_frozen_peers_channel_is_quiet_as_soon_as_it_is_killed<R: Rig>() {

@@ -29,7 +29,7 @@ fn fake(shape: Shape) -> Option<Bed> {
 /// P3 with E4: of an unsignalled run whose fifth request fails, the four before it succeeded,
 /// whatever no completion said.
 #[test]
-fn an_error_in_the_middle_of_an_unsignalled_run_closes_those_before_it() {
+fn any_status_in_the_middle_of_an_unsignalled_run_closes_those_before_it() {
     for nth in [0, 1, 4, 7, 8, 20] {
         let Some(bed) = fake(HELD) else { return };
         let channel = bed.connect();
