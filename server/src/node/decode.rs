@@ -142,7 +142,7 @@ async fn attempt_on(
         request: out.id,
         attempt,
         prompt,
-        payload: payload::encode_sampling(&out.request.sampling),
+        payload: payload::encode_sampling(&out.request.sampling, out.told() as u32),
         into,
         deadline: out.request.deadline,
     };
@@ -274,6 +274,7 @@ impl Running<'_> {
         self.withheld.may_decode(tokens.len())?;
         let spec = SequenceSpec {
             tokens,
+            generated: self.out.told(),
             new_tokens_max: self.out.left(),
             stop_token_ids: self.out.request.stop_token_ids.clone(),
             sampling: self.out.request.sampling.clone(),
@@ -327,6 +328,7 @@ impl Running<'_> {
 pub(super) fn compute_here(node: &NodeContext, out: &RequestOut) -> Result<Sequence, ServeError> {
     let spec = SequenceSpec {
         tokens: out.tokens(),
+        generated: out.told(),
         new_tokens_max: out.left(),
         stop_token_ids: out.request.stop_token_ids.clone(),
         sampling: out.request.sampling.clone(),
