@@ -77,7 +77,9 @@ impl Scheduler {
         }
     }
 
-    /// First come, first served: the head of the queue is never overtaken, so it cannot starve.
+    /// First come, first served: nobody takes a page before the head of the queue has its own,
+    /// so it cannot starve. Those behind it that lack no page go on meanwhile: a lease holds all
+    /// of its pages from the grant on, and the head may wait for just these (PROTOCOL C3).
     fn admit_waiting(
         &mut self,
         ledger: &mut Ledger,
@@ -85,30 +87,30 @@ impl Scheduler {
         step: &mut Step,
         members: &mut Vec<SequenceId>,
     ) {
+        let mut place = 0;
+        let mut starved = None;
         while *budget > 0 && self.running.len() < self.limits.running_max {
-            let Some(id) = self.waiting.front().copied() else {
-                return;
+            let Some(id) = self.waiting.get(place).copied() else {
+                // With nobody running, pages come back only from those that wait.
+                match starved {
+                    Some(id) if self.running.is_empty() && self.strip_waiting(id, ledger) => {
+                        (place, starved) = (0, None);
+                        continue;
+                    }
+                    Some(_) | None => return,
+                }
             };
-            let Some(sequence) = self.get(id) else {
-                self.waiting.pop_front();
+            let Some(missing) = self.missing_for_admission(id) else {
+                self.waiting.remove(place);
                 continue;
             };
-            // Room for the whole prompt and the first token's successor.
-            let wanted = match sequence.standing {
-                Standing::Leased => sequence.pages.len(),
-                Standing::Own | Standing::Unproven => {
-                    self.limits.pages_for(sequence.tokens.len() + 1)
-                }
-            };
-            let missing = wanted.saturating_sub(sequence.pages.len());
-            if !self.take_pages(id, missing, ledger) {
-                // With nobody running, pages come back only from those that wait, too.
-                if self.running.is_empty() && self.strip_waiting(id, ledger) {
-                    continue;
-                }
-                return;
+            let may_take = missing == 0 || starved.is_none();
+            if !(may_take && self.take_pages(id, missing, ledger)) {
+                starved = starved.or(Some(id));
+                place += 1;
+                continue;
             }
-            self.waiting.pop_front();
+            self.waiting.remove(place);
             let position = self.arrival_position(id);
             self.running.insert(position, id);
             let limit = *budget;
@@ -122,6 +124,17 @@ impl Scheduler {
             *budget -= count;
             self.add_to_step(id, count, step, members);
         }
+    }
+
+    /// Pages that a waiting sequence lacks to run: room for the whole prompt and the first
+    /// token's successor. `None`: it is gone.
+    fn missing_for_admission(&self, id: SequenceId) -> Option<usize> {
+        let sequence = self.get(id)?;
+        let wanted = match sequence.standing {
+            Standing::Leased => sequence.pages.len(),
+            Standing::Own | Standing::Unproven => self.limits.pages_for(sequence.tokens.len() + 1),
+        };
+        Some(wanted.saturating_sub(sequence.pages.len()))
     }
 
     /// Sees to it that the next decode row of `id` has a page to write to.

@@ -352,6 +352,38 @@ fn two_that_wait_with_pages_do_not_wait_for_each_other() {
     assert_eq!(bench.ledger.counts().free, 4);
 }
 
+/// A hybrid node: its own decode waits for a page that a lease holds, and the lease waits behind
+/// one that waits for pages, too. Leases lack nothing, so they go on (seed 26692).
+#[test]
+fn a_lease_does_not_wait_behind_those_that_wait_for_its_pages() {
+    let mut bench = Bench::new(5, 8);
+    let running = bench.submit(7, 8);
+    bench.plan();
+    bench.finish(false);
+    let mut leased = Vec::new();
+    let taken = (bench.ledger).allocate(3, AllocateAs::Building, &mut leased);
+    taken.expect("three pages");
+    bench.ledger.lease(&leased).expect("built pages");
+    let waiting = bench.submit(5, 2);
+    let mut spec = Bench::spec(12, 1);
+    spec.pages = PagesFrom::Lease(leased.clone());
+    let lease = bench.scheduler.submit(spec).expect("room in the queue");
+    for _ in 0..4 {
+        bench.plan();
+        bench.finish(false);
+    }
+    assert_eq!(bench.tokens_of(lease).len(), 1);
+    assert!(bench.tokens_of(waiting).is_empty());
+    bench.ledger.end_lease(&leased);
+    for _ in 0..16 {
+        bench.plan();
+        bench.finish(false);
+    }
+    assert_eq!(bench.tokens_of(running).len(), 8);
+    assert_eq!(bench.tokens_of(waiting).len(), 2);
+    assert_eq!(bench.ledger.counts().free, 5);
+}
+
 #[test]
 fn expired_sequences_are_named_wherever_they_are() {
     let mut bench = Bench::new(64, 1);
