@@ -127,6 +127,8 @@ fn record(name: &str, port: u16, role: NodeRole) -> NodeRecord {
         role,
         models: vec!["tiny".into()],
         ready: true,
+        paths: Vec::new(),
+        paths: Vec::new(),
     }
 }
 
