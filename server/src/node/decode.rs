@@ -141,6 +141,7 @@ async fn attempt_on(
     let ask = PrefillAsk {
         request: out.id,
         attempt,
+        held_pages: 0,
         prompt,
         payload: payload::encode_sampling(&out.request.sampling),
         into,

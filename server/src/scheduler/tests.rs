@@ -374,7 +374,7 @@ fn a_lease_does_not_wait_behind_those_that_wait_for_its_pages() {
     }
     assert_eq!(bench.tokens_of(lease).len(), 1);
     assert!(bench.tokens_of(waiting).is_empty());
-    bench.ledger.free(&leased);
+    bench.ledger.end_lease(&leased);
     for _ in 0..16 {
         bench.plan();
         bench.finish(false);

@@ -140,7 +140,7 @@ impl Node {
             }
             Err(_) => {
                 self.engine.remove(&self.keeper, sequence);
-                ledger.with(|ledger| ledger.free(&pages));
+                ledger.with(|ledger| ledger.end_lease(&pages));
                 return false;
             }
         }
