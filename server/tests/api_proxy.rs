@@ -128,7 +128,6 @@ fn record(name: &str, port: u16, role: NodeRole) -> NodeRecord {
         models: vec!["tiny".into()],
         ready: true,
         paths: Vec::new(),
-        paths: Vec::new(),
     }
 }
 
