@@ -13,11 +13,14 @@ pub mod tcp_rig;
 
 use kvserve_kv::transport::{Posted, Read, Transport, code};
 use kvserve_kv::{PageId, PoolMemory};
+use kvserve_runtime::Deadline;
+use kvserve_runtime::completion::{Order, Slab, SlotId, SourceId};
 use kvserve_runtime::{
     ChannelId, Completed, CompletionStatus, Nanos, Reap, WorkId, source::COMPLETIONS_PER_POLL_MAX,
 };
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 /// A liveness bound, not a speed: two busy cores must make it too.
@@ -730,6 +733,151 @@ pub fn arming_wakes_for_everything<R: Rig>() {
     }
 }
 
+/// E5: the channel of reads under way is killed at every step; they are posted again on another
+/// one, not before the first is quiet, and what lands is right.
+pub fn reads_of_a_killed_channel_are_posted_again_once_it_is_quiet<R: Rig>() {
+    const PART: usize = 16;
+    let mut reposted = 0;
+    for step in [0, 1, 2, 3, 5, 8, 13, 21] {
+        let mut world = World::<R>::new(Shape {
+            pages: 4 * PART,
+            page_bytes: 4096,
+            narrow: true,
+        });
+        let first = world.rig.connect(0);
+        let lease = world.grant_all();
+        let mut slab = SlabOf::new(first);
+        let mut waits: Vec<_> = (0..3)
+            .map(|part| {
+                let pages = part * PART..(part + 1) * PART;
+                slab.begin(read(lease, pages.start, pages))
+            })
+            .collect();
+        for wait in &waits {
+            slab.post(&mut world, first, wait);
+        }
+        for _ in 0..step {
+            world.rig.serve();
+            slab.poll(&mut world);
+        }
+        slab.slab.close_channel(first, Nanos::now());
+        for wait in &waits {
+            assert_eq!(slab.slab.posts_owed(wait.slot), 0, "not quiet yet");
+        }
+        slab.carry_out(&mut world);
+        let second = world.rig.connect(1);
+        slab.open(second);
+        waits.retain(|wait| {
+            let owed = slab.slab.posts_owed(wait.slot);
+            if owed > 0 {
+                slab.post(&mut world, second, wait);
+                reposted += owed;
+            }
+            !slab.is_done(wait.slot)
+        });
+        let begun = Instant::now();
+        while !waits.is_empty() {
+            world.rig.serve();
+            slab.poll(&mut world);
+            waits.retain(|wait| !slab.is_done(wait.slot));
+            assert!(
+                begun.elapsed() < PATIENCE,
+                "step {step}: {} reads wait",
+                waits.len()
+            );
+        }
+        (0..3 * PART).for_each(|page| world.assert_holds(page, page));
+        (3 * PART..4 * PART).for_each(|page| world.assert_untouched(page));
+        let counted = slab.slab.counters();
+        assert_eq!(counted.posts_outstanding, 0);
+        assert_eq!(counted.posts_owed, counted.posts_reposted);
+        world.peer_comes_to_rest();
+    }
+    assert!(reposted >= 6, "{reposted} reads met the kill");
+}
+
+/// A completion slab over a rig's transport, turned by hand.
+struct SlabOf {
+    slab: Slab,
+    told: Vec<Completed>,
+}
+
+struct Wait {
+    slot: SlotId,
+    read: Read,
+}
+
+impl SlabOf {
+    fn new(channel: ChannelId) -> Self {
+        let mut slab = SlabOf {
+            slab: Slab::new(16, Nanos::now()),
+            told: Vec::new(),
+        };
+        slab.open(channel);
+        slab
+    }
+
+    fn open(&mut self, channel: ChannelId) {
+        let opened = self
+            .slab
+            .open_channel(channel.kind, SourceId(0), 64, Nanos::now());
+        assert_eq!(opened, Ok(channel));
+    }
+
+    fn begin(&mut self, read: Read) -> Wait {
+        let now = Nanos::now();
+        let deadline = Deadline::after(now, 2 * PATIENCE);
+        let slot = self.slab.begin("test", deadline, None, now).expect("room");
+        self.slab.allow_reposts(slot);
+        Wait { slot, read }
+    }
+
+    fn post<R: Rig>(&mut self, world: &mut World<R>, channel: ChannelId, wait: &Wait) {
+        let work = self
+            .slab
+            .reserve(wait.slot, channel, 1, Nanos::now())
+            .expect("room");
+        let posted = world
+            .rig
+            .transport()
+            .post(channel, work, vec![wait.read.clone()]);
+        assert_eq!(posted, Ok(()));
+    }
+
+    fn poll<R: Rig>(&mut self, world: &mut World<R>) {
+        let now = Nanos::now();
+        self.told.clear();
+        world.rig.transport().poll(now, &mut self.told);
+        for completed in &self.told {
+            self.slab.complete(*completed, now);
+        }
+    }
+
+    /// The hub's part: kills, and what became of them.
+    fn carry_out<R: Rig>(&mut self, world: &mut World<R>) {
+        while let Some(order) = self.slab.effects.orders.pop_front() {
+            match order {
+                Order::Kill { channel, .. } => world.rig.transport().kill(channel),
+                Order::TakeBack { .. } => {}
+            }
+        }
+        while let Some((_, channel, true)) = self.slab.stopping_at(0) {
+            let reap = world.rig.transport().reap(channel);
+            self.slab.reaped(channel, reap, Nanos::now());
+        }
+    }
+
+    fn is_done(&mut self, slot: SlotId) -> bool {
+        match self.slab.poll(slot, Waker::noop()) {
+            Poll::Ready(outcome) => {
+                assert_eq!(outcome, Ok(()));
+                true
+            }
+            Poll::Pending => false,
+        }
+    }
+}
+
 /// Declares the suite for one rig, each case a test.
 #[macro_export]
 macro_rules! conformance_suite {
@@ -753,6 +901,7 @@ macro_rules! conformance_suite {
             a_peer_killed_in_mid_read_fails_every_read_or_is_reaped,
             a_frozen_peers_channel_is_quiet_as_soon_as_it_is_killed,
             channels_are_apart,
+            reads_of_a_killed_channel_are_posted_again_once_it_is_quiet,
             many_short_reads_come_in_bounded_turns_over_several_channels,
             arming_wakes_for_everything,
         );
@@ -783,6 +932,7 @@ macro_rules! conformance_suite {
             a_peer_killed_in_mid_read_fails_every_read_or_is_reaped,
             a_frozen_peers_channel_is_quiet_as_soon_as_it_is_killed,
             channels_are_apart,
+            reads_of_a_killed_channel_are_posted_again_once_it_is_quiet,
             many_short_reads_come_in_bounded_turns_over_several_channels,
             arming_wakes_for_everything,
         );

@@ -110,7 +110,10 @@ impl Api {
                 Ok(Answer::full(StatusCode::OK, METRICS_TEXT, text))
             }
             Route::Version => Ok(Answer::json(StatusCode::OK, &version())),
-            Route::NodesStatus => Err(ApiError::unknown_path("GET", &call.path)),
+            Route::NodesStatus => match self.pages.nodes_status() {
+                Some(page) => Ok(page.into()),
+                None => Err(ApiError::unknown_path("GET", &call.path)),
+            },
             Route::Debug => self.debug(call).await,
         }
     }
