@@ -190,7 +190,11 @@ async fn attempt_on(
         attempt,
         held_pages: held.pages.len() as u32,
         prompt,
-        payload: payload::encode_ask(&out.request.sampling, &out.request.cache_salt),
+        payload: payload::encode_ask(
+            &out.request.sampling,
+            out.told() as u32,
+            &out.request.cache_salt,
+        ),
         into,
         deadline: out.request.deadline,
     };
@@ -333,6 +337,7 @@ impl Running<'_> {
         self.withheld.may_decode(tokens.len())?;
         let spec = SequenceSpec {
             tokens,
+            generated: self.out.told(),
             new_tokens_max: self.out.left(),
             stop_token_ids: self.out.request.stop_token_ids.clone(),
             sampling: self.out.request.sampling.clone(),
@@ -402,6 +407,7 @@ impl Running<'_> {
 pub(super) fn compute_here(node: &NodeContext, out: &RequestOut) -> Result<Sequence, ServeError> {
     let spec = SequenceSpec {
         tokens: out.tokens(),
+        generated: out.told(),
         new_tokens_max: out.left(),
         stop_token_ids: out.request.stop_token_ids.clone(),
         sampling: out.request.sampling.clone(),

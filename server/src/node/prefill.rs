@@ -53,7 +53,7 @@ impl PrefillService for PeerPrefills {
         if ask.prompt.is_empty() || !known || ask.prompt.len() >= node.context_max {
             return Err(ServiceRefusal::Invalid(REFUSED_PROMPT));
         }
-        let Ok((sampling, cache_salt)) = payload::decode_ask(&ask.payload) else {
+        let Ok((sampling, generated, cache_salt)) = payload::decode_ask(&ask.payload) else {
             return Err(ServiceRefusal::Invalid(REFUSED_PAYLOAD));
         };
         let wanted = node.limits.pages_for(ask.prompt.len());
@@ -93,6 +93,7 @@ impl PrefillService for PeerPrefills {
         let computed = found * node.limits.page_tokens;
         let spec = SequenceSpec {
             tokens: ask.prompt,
+            generated: generated as usize,
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,

@@ -117,6 +117,7 @@ impl Scheduler {
             Standing::Unproven => (0..pages.len(), held),
         };
         let id = self.place(Sequence {
+            answer_from: spec.tokens.len().saturating_sub(spec.generated),
             tokens: spec.tokens,
             computed,
             pages,

@@ -37,14 +37,12 @@ impl Bench {
     fn spec(prompt: usize, new: u32) -> SequenceSpec {
         SequenceSpec {
             tokens: (0..prompt as u32).collect(),
+            generated: 0,
             new_tokens_max: new,
             stop_token_ids: vec![999],
             sampling: SamplingParams {
-                temperature: 0.0,
-                top_k: 0,
-                top_p: 1.0,
                 seed: 0,
-                logprobs: None,
+                ..SamplingParams::default()
             },
             cache_salt: Vec::new(),
             deadline: Deadline::after(Nanos(0), Duration::from_secs(60)),

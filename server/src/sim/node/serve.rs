@@ -72,7 +72,7 @@ impl Node {
                 return self.send(context, number, &Frame::Busy { id, retry_ms });
             }
         }
-        let taken = payload::decode_sampling(sampling).is_ok_and(|sampling| {
+        let taken = payload::decode_sampling(sampling).is_ok_and(|(sampling, _)| {
             self.take_prompt(context, (number, id), prompt, sampling, deadline)
         });
         if !taken {
@@ -105,6 +105,7 @@ impl Node {
         };
         let spec = SequenceSpec {
             tokens: prompt,
+            generated: 0,
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,
