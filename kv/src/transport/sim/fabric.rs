@@ -70,6 +70,8 @@ pub struct Ask {
     pub first: u32,
     /// See `lease`.
     pub count: u32,
+    /// The lease that was posted; another one than `lease` if a fault made the request stale.
+    pub posted: u64,
 }
 
 /// What a step did.
@@ -358,6 +360,7 @@ impl Fabric {
                 epoch,
                 first: op.first,
                 count: op.into.len() as u32,
+                posted: op.lease,
             });
         }
         let server = &self.endpoints[link.server];

@@ -4,13 +4,14 @@ use super::path::PullPath;
 use super::wait::Wait;
 use super::{Key, Node};
 use crate::sim::check::Invariant;
-use crate::sim::context::Context;
+use crate::sim::context::{Context, OutOfTurn};
 use crate::sim::coverage::pull_event;
 use crate::sim::model::{self, KV_BYTES, PAGE_TOKENS};
 use kvserve_kv::checksum::checksum;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::ledger::PageState;
 use kvserve_kv::pull::{Attempt, AttemptPhase, FailReason, PullEffect, PullEvent, PullNews};
+use kvserve_kv::session::Frame;
 use kvserve_kv::transport::sim::LinkId;
 use kvserve_kv::{PageId, Read, Transport};
 use kvserve_runtime::{Deadline, EndReason, GuardKeeper as _, Nanos, WorkId};
@@ -118,19 +119,62 @@ impl Node {
         let mut events = VecDeque::from([event]);
         let mut effects = Vec::new();
         let mut ended = false;
+        let mut moments = Vec::new();
+        let mut out_of_turn = None;
         while let Some(event) = events.pop_front() {
             if event == PullEvent::Tick {
-                self.look_if_moved(&mut pull, key.0, &mut effects);
+                self.look_if_moved(context, &mut pull, key.0, &mut effects);
             }
             if let PullEvent::Granted { lease, .. } = &event {
                 pull.lease.get_or_insert(*lease);
             }
-            let phase = pull.machine.phase().label();
-            context.coverage.pair("pull", phase, pull_event(&event));
+            let phase = pull.machine.phase();
+            context
+                .coverage
+                .pair("pull", phase.label(), pull_event(&event));
+            let granted = matches!(event, PullEvent::Granted { .. });
             pull.machine.on(self.turned_at, event, &mut effects);
+            let last = |effect: &PullEffect| match effect {
+                PullEffect::Post { first, count, .. } => {
+                    (first + count) as usize == pull.targets.len()
+                }
+                _ => false,
+            };
+            if effects.iter().any(last) {
+                self.moment_of(context, key, "attempt posts its last read");
+            }
+            let posts = effects
+                .iter()
+                .any(|effect| matches!(effect, PullEffect::Post { .. }));
+            if posts {
+                self.moment_of(context, key, "attempt posts a read");
+            }
+            let after = pull.machine.phase();
+            if after != phase {
+                moments.push(after);
+            }
+            if granted {
+                out_of_turn = Some(OutOfTurn::Granted);
+            }
             for effect in effects.drain(..) {
                 self.perform_pull(context, &mut pull, key, effect, &mut events, &mut ended);
             }
+        }
+        for phase in moments {
+            let moment = match phase {
+                AttemptPhase::Asked => "attempt asked",
+                AttemptPhase::Pulling => "attempt pulling",
+                AttemptPhase::Committing => "attempt committing",
+                AttemptPhase::Stopping => "attempt stopping",
+                AttemptPhase::Ended => "attempt ended",
+            };
+            self.moment_of(context, key, moment);
+            if matches!(phase, AttemptPhase::Stopping | AttemptPhase::Ended) {
+                out_of_turn = Some(OutOfTurn::Stopped);
+            }
+        }
+        if let (Some(when), Some(lease)) = (out_of_turn, pull.lease) {
+            self.commit_out_of_turn(context, key, when, lease);
         }
         if !ended {
             pull.tick_at = pull.next_look(self.turned_at);
@@ -139,10 +183,53 @@ impl Node {
         true
     }
 
-    fn look_if_moved(&self, pull: &mut Pull, number: PeerSession, effects: &mut Vec<PullEffect>) {
+    /// Something of an attempt has happened that a fault may wait for.
+    pub(super) fn moment_of(&self, context: &mut Context, key: Key, moment: &'static str) {
+        let peer = self.sessions.get(&key.0).and_then(|session| session.peer);
+        let request = self.requests.get(&key.1.request.counter);
+        let client = request.map(|request| request.client);
+        context.moment(self.plan.index, peer, client, moment);
+    }
+
+    /// A COMMIT that the machine has not sent, if one is due.
+    pub(super) fn commit_out_of_turn(
+        &mut self,
+        context: &mut Context,
+        key: Key,
+        when: OutOfTurn,
+        lease: u64,
+    ) {
+        let node = self.plan.index;
+        let Some(session) = self.sessions.get(&key.0).filter(|session| !session.ended) else {
+            return;
+        };
+        let grantor = session.identity.incarnation;
+        if context.armed.commits_out_of_turn(node, when) {
+            context.fault("fault: commit out of turn");
+            let frame = Frame::Commit {
+                id: key.1,
+                grantor,
+                lease,
+                epoch: 1,
+                // As many as no lease has: an OK would be wrong at any time.
+                pages: 0,
+            };
+            self.send(context, key.0, &frame);
+        }
+    }
+
+    fn look_if_moved(
+        &self,
+        context: &mut Context,
+        pull: &mut Pull,
+        number: PeerSession,
+        effects: &mut Vec<PullEffect>,
+    ) {
         if let Some(PullPath::Open(channel, _)) = self.sessions.get(&number).map(|s| s.path) {
             let bytes = self.transport.borrow().bytes_received(channel);
             if bytes != std::mem::replace(&mut pull.moved, bytes) {
+                let phase = pull.machine.phase().label();
+                context.coverage.pair("pull", phase, "moved");
                 pull.machine.on(self.turned_at, PullEvent::Moved, effects);
             }
         }

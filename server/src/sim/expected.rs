@@ -1,0 +1,348 @@
+//! What 20,000 seeds must meet, and what nothing can meet, with the reason.
+
+use kvserve_kv::pull::AttemptPhase;
+
+/// Every kind of fault, by the name under which it is counted when it strikes.
+pub const FAULTS: &[&str] = &[
+    "fault: frame lost",
+    "fault: frame doubled",
+    "fault: frame late",
+    "fault: bytes corrupted",
+    "fault: bytes truncated",
+    "fault: bytes replayed",
+    "fault: bytes reordered",
+    "fault: partition",
+    "fault: freeze",
+    "fault: kill",
+    "fault: kill, peers not told",
+    "fault: proxy killed",
+    "fault: restart",
+    "fault: completion with an error",
+    "fault: completion lost",
+    "fault: completion twice",
+    "fault: completion stray",
+    "fault: link stands still",
+    "fault: flush never comes",
+    "fault: destroy fails",
+    "fault: post fails",
+    "fault: page corrupted",
+    "fault: page truncated",
+    "fault: stale lease",
+    "fault: stale epoch",
+    "fault: stale incarnation",
+    "fault: stale commit",
+    "fault: commit out of turn",
+    "fault: lease given up",
+    "fault: node drains",
+    "fault: watermark goes back",
+    "fault: dead lease listed",
+    "fault: step fails",
+    "fault: step never ends",
+    "fault: client leaves",
+    "fault: clock drifts",
+];
+
+/// Ends, edges and reasons that 20,000 seeds must meet.
+pub const NAMED: &[&str] = &[
+    "slot ended: ok",
+    "slot ended: failed",
+    "slot ended: deadline",
+    "slot ended: cancelled",
+    "slot ended: channel killed",
+    "completion: late",
+    "completion: duplicate",
+    "completion: stray",
+    "post: unposted",
+    "post: lost with its channel",
+    "post: taken back",
+    "ladder: open to grace",
+    "ladder: grace to open",
+    "ladder: grace to draining",
+    "ladder: open to draining",
+    "ladder: draining to free",
+    "ladder: draining to quarantined",
+    "guard: released",
+    "guard: quarantined",
+    "lease: granted",
+    "lease: committed",
+    "lease: released",
+    "lease: unlisted",
+    "lease: aborted",
+    "lease: fenced",
+    "lease: fence unanswered",
+    "lease: ended with its session",
+    "lease: commit refused",
+    "lease: stale frame",
+    "attempt failed: stage_limit",
+    "attempt failed: deadline_exceeded",
+    "attempt failed: busy",
+    "attempt failed: refused",
+    "attempt failed: draining",
+    "attempt failed: aborted",
+    "attempt failed: peer_lost",
+    "attempt failed: read_failed",
+    "attempt failed: no_post",
+    "attempt failed: checksum",
+    "attempt failed: commit_refused",
+    "attempt failed: fenced",
+    "attempt failed: cancelled",
+    "attempt failed: violation",
+    "commit answered: ok",
+    "commit answered: unknown",
+    "commit answered: expired",
+    "commit answered: not complete",
+    "commit answered: released",
+    "commit answered: aborted",
+    "commit answered: mismatch",
+    "session ended: violation",
+    "session ended: silent",
+    "session ended: disconnected",
+    "session ended: fence_unanswered",
+    "session ended: superseded",
+    "handshake failed",
+    "request: finished",
+    "request: failed, deadline_exceeded",
+    "request: failed, peer_lost",
+    "request: failed, engine_failed",
+    "request: failed, not_ready",
+    "request: failed, overloaded",
+    "request: failed, kv_exhausted",
+    "request: failed, too_large",
+    "request: client left",
+    "request: computed here",
+    "request: migrated",
+    "request: retried",
+    "request: ended with its first token",
+    "later request: finished",
+    "sequence preempted",
+    "node aborted by its sentinel",
+];
+
+/// What happens to an attempt.
+pub const PULL_EVENTS: &[&str] = &[
+    "granted",
+    "busy",
+    "refused",
+    "queued",
+    "watermark",
+    "first_token",
+    "complete",
+    "aborted",
+    "commit_answer",
+    "fence_query",
+    "read_done",
+    "read_ended",
+    "not_posted",
+    "moved",
+    "checked",
+    "checked_wrong",
+    "cancel",
+    "session_ended",
+    "quiet",
+    "tick",
+];
+
+/// Phases of an attempt in which it still takes events.
+pub const PULL_PHASES: &[AttemptPhase] = &[
+    AttemptPhase::Asked,
+    AttemptPhase::Pulling,
+    AttemptPhase::Committing,
+    AttemptPhase::Stopping,
+];
+
+/// Pairs of phase and events that nothing can bring about, and why. One that is met all the same
+/// fails the run, too: then the reason is wrong.
+pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
+    (
+        "asked",
+        &[
+            "read_done",
+            "read_ended",
+            "not_posted",
+            "checked",
+            "checked_wrong",
+            "quiet",
+        ],
+        "nothing is posted before the grant",
+    ),
+    (
+        "pulling",
+        &["busy", "refused"],
+        "a prompt is answered once, and it was granted",
+    ),
+    ("pulling", &["quiet"], "said only of an attempt that stops"),
+    (
+        "committing",
+        &[
+            "granted",
+            "busy",
+            "refused",
+            "queued",
+            "watermark",
+            "first_token",
+        ],
+        "a session keeps the order of its frames: all of these are sent before Complete",
+    ),
+    (
+        "committing",
+        &[
+            "read_done",
+            "read_ended",
+            "not_posted",
+            "checked",
+            "checked_wrong",
+            "quiet",
+        ],
+        "COMMIT follows the last check of the last page",
+    ),
+    (
+        "stopping",
+        &["granted", "busy", "refused"],
+        "only an attempt with reads stops, and its prompt was answered by then",
+    ),
+    (
+        "stopping",
+        &["checked", "checked_wrong"],
+        "checks that wait are dropped with the reads, and one is done at a time",
+    ),
+];
+
+/// Pairs that can be met and are not asked for, since 20,000 seeds do not meet them reliably.
+pub const RARE: &[(&str, &str, &str, &str)] = &[
+    (
+        "lease",
+        "fencing",
+        "later attempt",
+        "a read must fail on a link that lives on within one latency of its lease's expiry",
+    ),
+    (
+        "lease",
+        "draining",
+        "renew, listed",
+        "a lease must be listed after its release, while its producer has not yet let go",
+    ),
+    (
+        "lease",
+        "draining",
+        "fence answer",
+        "an answer must come twice while the producer has not yet let go",
+    ),
+];
+
+/// Phases of a lease; "gone": the table does not know it (any more).
+pub const LEASE_PHASES: &[&str] = &[
+    "asked", "building", "complete", "aborted", "fencing", "draining", "gone",
+];
+
+/// What happens to a lease: first what the peer, its session and time do, then what the service
+/// of this node does.
+pub const LEASE_EVENTS: &[&str] = &[
+    "read",
+    "commit",
+    "release",
+    "cancel",
+    "later attempt",
+    "renew, listed",
+    "renew, not listed",
+    "fence answer",
+    "session ended",
+    "tick",
+    "refused",
+    "grant",
+    "queued",
+    "watermark",
+    "complete",
+    "abort",
+    "producer gone",
+];
+
+/// As [`PULL_NEVER`], for leases.
+pub const LEASE_NEVER: &[(&str, &[&str], &str)] = &[
+    (
+        "asked",
+        &[
+            "read",
+            "release",
+            "renew, listed",
+            "renew, not listed",
+            "fence answer",
+            "watermark",
+            "complete",
+        ],
+        "there is no lease yet",
+    ),
+    (
+        "asked",
+        &["producer gone"],
+        "a service that lets go before its answer has refused, which removes the entry",
+    ),
+    (
+        "building",
+        &["grant", "refused"],
+        "a prompt is answered once",
+    ),
+    (
+        "complete",
+        &[
+            "grant",
+            "refused",
+            "queued",
+            "watermark",
+            "complete",
+            "producer gone",
+        ],
+        "the producer has let go at Complete",
+    ),
+    (
+        "aborted",
+        &["grant", "refused", "queued", "watermark", "complete"],
+        "nothing is published for a lease that is not live, and it was granted",
+    ),
+    (
+        "fencing",
+        &["grant", "refused", "queued", "watermark", "complete"],
+        "nothing is published for a lease that is not live, and it was granted",
+    ),
+    (
+        "draining",
+        &["grant", "refused", "queued", "watermark", "complete"],
+        "nothing is published for a lease that is not live, and it was answered",
+    ),
+    (
+        "building",
+        &["fence answer"],
+        "answers follow questions, and nothing leads back from fencing",
+    ),
+    (
+        "complete",
+        &["fence answer"],
+        "answers follow questions, and nothing leads back from fencing",
+    ),
+    (
+        "aborted",
+        &["fence answer"],
+        "answers follow questions, and nothing leads back from fencing",
+    ),
+    (
+        "draining",
+        &["read"],
+        "reads name leases, and the lease's number is gone with its end",
+    ),
+    (
+        "gone",
+        &[
+            "later attempt",
+            "renew, listed",
+            "renew, not listed",
+            "session ended",
+            "tick",
+            "grant",
+            "refused",
+            "queued",
+            "watermark",
+            "complete",
+            "abort",
+        ],
+        "these are counted at entries of the table",
+    ),
+];
