@@ -8,6 +8,7 @@
 
 pub mod checksum;
 pub mod copy;
+pub mod credits;
 pub mod layout;
 pub mod lease;
 pub mod ledger;

@@ -277,7 +277,7 @@ fn each_stage_ends_at_its_limit() {
     bed.watermark(10, 0, &[1, 2, 3]);
     bed.take();
     bed.on(900, PullEvent::ReadDone(0));
-    bed.on(1800, PullEvent::Moved);
+    bed.on(1800, PullEvent::Moved(ms(1800)));
     bed.on(2799, PullEvent::Tick);
     assert_eq!(bed.failure(), None);
     bed.on(2800, PullEvent::Tick);

@@ -19,7 +19,7 @@ mod sys;
 pub mod tcp;
 
 use crate::pool::PageId;
-use kvserve_runtime::{ChannelId, CompletionSource, WorkId};
+use kvserve_runtime::{ChannelId, CompletionSource, Nanos, WorkId};
 
 /// Codes of failed posts and completions. Below [`code::LOCAL`]: the peer's own refusal code,
 /// as its lease table gave it. From there on: what this side's transport found.
@@ -92,7 +92,8 @@ pub struct Posted {
 }
 
 /// Moves pages. Completions come out of [`CompletionSource::poll`], one for each read, in order
-/// of position per channel.
+/// of position per channel. A channel that breaks says `Flushed` of the reads it had not done:
+/// they may be posted again elsewhere once it is quiet (PROTOCOL E5).
 pub trait Transport: CompletionSource {
     /// Posts `reads` on `channel` as positions `first, first + 1, ...`.
     ///
@@ -108,4 +109,8 @@ pub trait Transport: CompletionSource {
     fn abandon(&mut self, first: WorkId, count: usize) {
         let (_, _) = (first, count);
     }
+
+    /// When a byte of a page last moved on `channel`, on the clock that `poll` is given; zero if
+    /// none ever did. A pull's stage limit is judged by it, to the tick (PROTOCOL R4).
+    fn moved_at(&self, channel: ChannelId) -> Nanos;
 }

@@ -483,6 +483,9 @@ pub fn abandoned_pages_are_quiet_at_once_at_every_step<R: Rig>() {
                     pages.for_each(|page| world.assert_quiet(page));
                     cut_short += 1;
                 }
+                CompletionStatus::Flushed(code) => {
+                    panic!("step {step}: the channel ended with {code}");
+                }
             }
         }
         let last = 3 * PART..4 * PART;
@@ -561,7 +564,7 @@ pub fn a_peer_killed_in_mid_read_fails_every_read_or_is_reaped<R: Rig>() {
                 CompletionStatus::Success => {
                     pages.for_each(|page| world.assert_holds(page, page));
                 }
-                CompletionStatus::Error(_) => cut_short += 1,
+                CompletionStatus::Error(_) | CompletionStatus::Flushed(_) => cut_short += 1,
             }
         }
         world.await_refusal(channel, lease);

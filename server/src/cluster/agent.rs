@@ -3,6 +3,7 @@
 
 use super::codec::{NodeReport, Roster};
 use super::{KIND_REPORT, KIND_ROSTER, REPORT_EVERY};
+use crate::log::FAILED_HANDSHAKES;
 use crate::node::NodeContext;
 use kvserve_kv::peer::{PeerEvents, PeerState, PeerView};
 use kvserve_kv::session::handshake::Refusal;
@@ -259,7 +260,8 @@ impl PeerEvents for AgentEvents {
             if refusal.reason == RefuseReason::Disconnected {
                 node.log.info("peer not reached", &fields);
             } else {
-                node.log.warn("handshake failed", &fields);
+                node.log
+                    .warn_gated(&FAILED_HANDSHAKES, "handshake failed", &fields);
             }
         }
     }

@@ -320,7 +320,18 @@ impl Sizes {
         }
         .page_bytes();
         let (pages, cut_by_memory) = match args.kv_cache {
-            Some(bytes) => ((bytes / page_bytes as u64) as usize, false),
+            Some(bytes) => {
+                let free = available_memory().unwrap_or(u64::MAX);
+                if bytes > free {
+                    return Err(format!(
+                        "--kv-cache of {} MiB is more than the {} MiB of memory that this \
+                         machine has free; choose less",
+                        bytes >> 20,
+                        free >> 20
+                    ));
+                }
+                ((bytes / page_bytes as u64) as usize, false)
+            }
             None => {
                 let tokens = args.max_running as usize * asked.min(KV_TOKENS_PER_RUNNING);
                 let wanted = tokens.div_ceil(page_tokens);

@@ -95,12 +95,14 @@ pub fn pull_event(event: &PullEvent) -> &'static str {
         PullEvent::ReadDone(_) => "read_done",
         PullEvent::ReadEnded(..) => "read_ended",
         PullEvent::NotPosted(_) => "not_posted",
-        PullEvent::Moved => "moved",
+        PullEvent::NoCredit(..) => "no_credit",
+        PullEvent::Moved(_) => "moved",
         PullEvent::Checked { wrong: None, .. } => "checked",
         PullEvent::Checked { wrong: Some(_), .. } => "checked_wrong",
         PullEvent::Cancel => "cancel",
         PullEvent::SessionEnded => "session_ended",
         PullEvent::Quiet => "quiet",
+        PullEvent::Stuck => "stuck",
         PullEvent::Tick => "tick",
     }
 }

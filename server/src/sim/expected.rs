@@ -48,7 +48,8 @@ pub const NAMED: &[&str] = &[
     "slot ended: failed",
     "slot ended: deadline",
     "slot ended: cancelled",
-    "slot ended: channel killed",
+    "slot ended: channel stuck",
+    "read posted again",
     "completion: late",
     "completion: duplicate",
     "completion: stray",
@@ -99,6 +100,7 @@ pub const NAMED: &[&str] = &[
     "session ended: disconnected",
     "session ended: fence_unanswered",
     "session ended: superseded",
+    "session ended: channel_stuck",
     "handshake failed",
     "request: finished",
     "request: failed, deadline_exceeded",
@@ -133,12 +135,14 @@ pub const PULL_EVENTS: &[&str] = &[
     "read_done",
     "read_ended",
     "not_posted",
+    "no_credit",
     "moved",
     "checked",
     "checked_wrong",
     "cancel",
     "session_ended",
     "quiet",
+    "stuck",
     "tick",
 ];
 
@@ -161,7 +165,9 @@ pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
             "not_posted",
             "checked",
             "checked_wrong",
+            "no_credit",
             "quiet",
+            "stuck",
         ],
         "nothing is posted before the grant",
     ),
@@ -170,7 +176,11 @@ pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
         &["busy", "refused"],
         "a prompt is answered once, and it was granted",
     ),
-    ("pulling", &["quiet"], "said only of an attempt that stops"),
+    (
+        "pulling",
+        &["quiet", "stuck"],
+        "said only of an attempt that stops",
+    ),
     (
         "committing",
         &[
@@ -191,7 +201,9 @@ pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
             "not_posted",
             "checked",
             "checked_wrong",
+            "no_credit",
             "quiet",
+            "stuck",
         ],
         "COMMIT follows the last check of the last page",
     ),
@@ -202,6 +214,11 @@ pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
     ),
     (
         "stopping",
+        &["not_posted"],
+        "a read whose turn comes is posted only while its attempt pulls",
+    ),
+    (
+        "stopping",
         &["checked", "checked_wrong"],
         "checks that wait are dropped with the reads, and one is done at a time",
     ),
@@ -209,6 +226,12 @@ pub const PULL_NEVER: &[(&str, &[&str], &str)] = &[
 
 /// Pairs that can be met and are not asked for, since 20,000 seeds do not meet them reliably.
 pub const RARE: &[(&str, &str, &str, &str)] = &[
+    (
+        "pull",
+        "stopping",
+        "no_credit",
+        "two lost reads of an attempt must find the credit queue hopeless in one turn",
+    ),
     (
         "lease",
         "fencing",

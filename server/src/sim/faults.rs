@@ -105,7 +105,11 @@ impl World {
             "fault: restart" => self.kill("fault: kill", false),
             "fault: completion with an error" => {
                 let code = self.context.rng.range(1, 40) as u32;
-                self.arm_op(name, OpFault::Error(code))
+                let fault = match self.context.rng.percent(50) {
+                    true => OpFault::Errors(code),
+                    false => OpFault::Error(code),
+                };
+                self.arm_op(name, fault)
             }
             "fault: completion lost" => self.arm_op(name, OpFault::Lost),
             "fault: completion twice" => self.arm_op(name, OpFault::Duplicate),

@@ -7,7 +7,7 @@ use crate::pool::{PageId, PoolMemory};
 use crate::session::frame::LEASE_PAGES_MAX;
 use crate::transport::sys::{self, Trouble};
 use crate::transport::{Read, code};
-use kvserve_runtime::{ChannelId, Completed, CompletionStatus, WorkId};
+use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::os::fd::{AsRawFd, RawFd};
@@ -56,6 +56,7 @@ impl std::error::Error for LearnError {}
 
 /// What every channel of a transport uses in its turn.
 pub(super) struct Turn<'a> {
+    pub(super) now: Nanos,
     pub(super) pool: &'a PoolMemory,
     pub(super) page_bytes: usize,
     pub(super) kernel: Kernel,
@@ -100,6 +101,8 @@ pub(super) struct Channel {
     pub(super) ready: bool,
     /// Bytes copied.
     pub(super) bytes: u64,
+    /// When the last of them were.
+    pub(super) moved_at: Nanos,
 }
 
 impl Channel {
@@ -112,6 +115,7 @@ impl Channel {
             copy: None,
             ready: false,
             bytes: 0,
+            moved_at: Nanos(0),
         }
     }
 
@@ -272,6 +276,7 @@ impl Channel {
             };
             *turn.budget = turn.budget.saturating_sub(count);
             self.bytes += count as u64;
+            self.moved_at = turn.now;
             // The words above are loaded before the generation below.
             fence(Ordering::Acquire);
             if moved(shared) {
@@ -326,7 +331,9 @@ impl Channel {
     fn fail(&mut self, code: u32, done: &mut VecDeque<Completed>) {
         self.link = Link::Failed(code);
         for pending in &mut self.queue {
-            pending.outcome.get_or_insert(CompletionStatus::Error(code));
+            pending
+                .outcome
+                .get_or_insert(CompletionStatus::Flushed(code));
         }
         self.hand_over(done);
         self.forget();

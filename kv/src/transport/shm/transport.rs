@@ -255,7 +255,7 @@ impl ShmTransport {
         });
     }
 
-    fn turn(&mut self) {
+    fn turn(&mut self, now: Nanos) {
         let mut budget = self.config.turn_bytes;
         let count = self.live.len();
         for step in 0..count {
@@ -265,6 +265,7 @@ impl ShmTransport {
             };
             if channel.ready || channel.outstanding() > 0 {
                 channel.turn(&mut Turn {
+                    now,
                     pool: &self.pool,
                     page_bytes: self.page_bytes,
                     kernel: self.kernel,
@@ -325,10 +326,15 @@ impl Transport for ShmTransport {
             self.counters.abandoned += marked;
         }
     }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.channel(channel)
+            .map_or(Nanos(0), |channel| channel.moved_at)
+    }
 }
 
 impl CompletionSource for ShmTransport {
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<Completed>) -> usize {
+    fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize {
         if self.live.is_empty() {
             return 0;
         }
@@ -342,7 +348,7 @@ impl CompletionSource for ShmTransport {
             self.armed = false;
             self.look();
         }
-        self.turn();
+        self.turn(now);
         let count = self.done.len().min(COMPLETIONS_PER_POLL_MAX);
         out.extend(self.done.drain(..count));
         count

@@ -28,7 +28,7 @@ impl Node {
             let pulls = self.plan.role.pulls() && session.identity.role.serves();
             self.send(context, number, &Frame::Heartbeat);
             self.check_path(number);
-            self.pump(context, number);
+            self.pump(context);
             if renew && pulls {
                 self.renew(context, number);
             }
@@ -99,9 +99,11 @@ impl Node {
                 RefuseReason::FenceUnanswered => "session ended: fence_unanswered",
                 RefuseReason::Superseded => "session ended: superseded",
                 RefuseReason::Duplicate => "session ended: duplicate",
+                RefuseReason::ChannelStuck => "session ended: channel_stuck",
                 _ => "session ended: other",
             });
             self.close_path(number);
+            self.credits.forget(number);
             let Some(session) = self.sessions.remove(&number) else {
                 continue;
             };

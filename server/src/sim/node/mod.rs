@@ -10,7 +10,8 @@
 //! | `alive` | `peer/{hub,session}.rs`: heartbeats, renewals, the end of a session |
 //! | `lease` | `peer/dispatch.rs` and the read server: the lease table, its frames and effects |
 //! | `serve` | `peer/serve.rs`, `node/prefill.rs`: the producer behind each lease |
-//! | `pull` | `peer/{migrate,migration}.rs`: one attempt's machine with its reads and checks |
+//! | `pull` | `peer/{migrate,migration}.rs`: one attempt's machine with its checks |
+//! | `reads` | `peer/reads.rs`: its reads, their credits, and what is posted again |
 //! | `request` | `node/{accept,admission,decode}.rs`: a request to exactly one end |
 //! | `engine` | `engine/core.rs`: steps of the real scheduler on the simulated lane |
 //! | `checks` | none: the invariants one node can be asked about |
@@ -23,6 +24,7 @@ mod frames;
 mod lease;
 mod path;
 mod pull;
+mod reads;
 mod request;
 mod serve;
 mod session;
@@ -34,6 +36,7 @@ use super::keeper::Keeper;
 use super::model::PAGE_BYTES;
 use dial::Dial;
 use engine::Engine;
+use kvserve_kv::credits::Credits;
 use kvserve_kv::lease::{LeaseLimits, LeaseTable, PeerSession};
 use kvserve_kv::pull::{PullLimits, PullNews};
 use kvserve_kv::session::frame::DataOpen;
@@ -43,6 +46,7 @@ use kvserve_kv::{ChecksumMode, PageId};
 use kvserve_runtime::completion::{Hub, HubLimits, SlotId, SourceId};
 use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
+use reads::{CREDITS, PostArgs};
 use request::Request;
 use serve::{Ask, Producer};
 use session::{Line, Session};
@@ -221,6 +225,7 @@ pub struct Node {
     lines: BTreeMap<ConnId, Line>,
     dials: Vec<Dial>,
     pub(super) pulls: BTreeMap<Key, Pull>,
+    pub(super) credits: Credits<PeerSession, (Key, PostArgs)>,
     pub(super) requests: BTreeMap<u64, Request>,
     request_last: u64,
     queue: VecDeque<u64>,
@@ -291,6 +296,7 @@ impl Node {
             lines: BTreeMap::new(),
             dials,
             pulls: BTreeMap::new(),
+            credits: Credits::new(CREDITS),
             requests: BTreeMap::new(),
             request_last: 0,
             queue: VecDeque::new(),

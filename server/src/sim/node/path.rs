@@ -141,6 +141,6 @@ impl Node {
             ordinary_flush(context),
         );
         session.path = PullPath::Open(channel, link);
-        self.pump(context, number);
+        self.pump(context);
     }
 }

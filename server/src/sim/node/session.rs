@@ -2,7 +2,7 @@
 
 use super::dial::DialState;
 use super::path::PullPath;
-use super::{BACK_OFF, ConnId, HANDSHAKE, Incoming, Key, LIVENESS, Node, Outgoing};
+use super::{BACK_OFF, ConnId, HANDSHAKE, Incoming, LIVENESS, Node, Outgoing};
 use crate::sim::check::Invariant;
 use crate::sim::context::Context;
 use crate::sim::model::PAGE_BYTES;
@@ -14,7 +14,7 @@ use kvserve_kv::session::{
     SealedChannel, ShmOffer, Step,
 };
 use kvserve_runtime::Nanos;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
 /// What a connection is.
 pub enum Line {
@@ -48,8 +48,6 @@ pub struct Session {
     pub grant_highest: u64,
     pub(super) renewed_at: Nanos,
     pub(super) listed: BTreeSet<(AttemptId, u64)>,
-    /// Reads that wait for room, oldest first.
-    pub waiting: VecDeque<(Key, super::pull::PostArgs)>,
 }
 
 impl Session {
@@ -344,7 +342,6 @@ impl Node {
             grant_highest: 0,
             renewed_at: now,
             listed: BTreeSet::new(),
-            waiting: VecDeque::new(),
         };
         self.sessions.insert(number, session);
         Ok(number)

@@ -69,6 +69,7 @@ impl World {
         coverage.add("slot ended: deadline", counters.ended_deadline);
         coverage.add("slot ended: cancelled", counters.ended_cancelled);
         coverage.add("slot ended: channel killed", counters.ended_channel_killed);
+        coverage.add("slot ended: channel stuck", counters.ended_channel_stuck);
         coverage.add("completion: late", counters.completions_late);
         coverage.add("completion: duplicate", counters.completions_duplicate);
         coverage.add("completion: stray", counters.completions_stray);
