@@ -14,6 +14,7 @@ pub mod lease;
 pub mod ledger;
 pub mod peer;
 pub mod pool;
+pub mod prefix;
 pub mod pull;
 pub mod session;
 pub mod transport;

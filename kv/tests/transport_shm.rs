@@ -83,7 +83,7 @@ fn every_reuse_by_the_ledger_is_noticed() {
     // read by somebody else when its owner gives it up.
     let guards = ledger.guard([pages[3]]);
     ledger.unlease(&pages[..1]).unwrap();
-    ledger.free(&pages[1..]);
+    ledger.end_lease(&pages[1..]);
     let late: Vec<_> = (0..4).map(|at| read(lease, at, [4 + at])).collect();
     let first = world.post(channel, late);
     let lost = CompletionStatus::Error(code::GENERATION);

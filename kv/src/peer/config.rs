@@ -182,6 +182,9 @@ pub struct IncomingPrefill {
     pub request: RequestId,
     /// Which try.
     pub attempt: u32,
+    /// Leading whole pages of the prompt that the peer holds: it pulls only those after them.
+    /// As the peer says; the service refuses what cannot be.
+    pub held_pages: u32,
     /// Token ids.
     pub prompt: Vec<u32>,
     /// Opaque bytes of the layer above (sampling parameters).
@@ -212,7 +215,11 @@ pub struct PrefillAsk {
     pub prompt: Vec<u32>,
     /// Opaque bytes for the prefill node's layer above.
     pub payload: Vec<u8>,
-    /// Target pages, in state Pulling; the hub's until they come back.
+    /// Leading whole pages of the prompt that this node holds in its prefix cache. The caller
+    /// owns them (pins them) until the attempt has ended, and never names a page of an attempt
+    /// that was not committed (PROTOCOL C2, R3).
+    pub held_pages: u32,
+    /// Target pages of the rest, in state Pulling; the hub's until they come back.
     pub into: Vec<PageId>,
     /// When the request's time is up.
     pub deadline: Deadline,

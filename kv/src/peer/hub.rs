@@ -321,7 +321,7 @@ impl PeerHub {
         let frame = Frame::Prefill {
             id,
             left_ns: ask.deadline.left(now).as_nanos() as u64,
-            held_pages: 0,
+            held_pages: ask.held_pages,
             prompt: ask.prompt,
             payload: ask.payload,
         };

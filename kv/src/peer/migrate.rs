@@ -50,6 +50,8 @@ pub(super) struct AttemptCell {
     /// Since when the waiter knows that it has failed.
     failed_at: Cell<Option<Nanos>>,
     pub began_at: Nanos,
+    /// When the driver looks next if nobody rings it.
+    looks_at: Cell<Nanos>,
     /// The lease whose places the copy queue knows.
     pub learnt: Cell<Option<(ChannelId, u64)>>,
     pub news: RefCell<VecDeque<MigrationEvent>>,
@@ -79,6 +81,7 @@ impl AttemptCell {
             checks: RefCell::default(),
             failed_at: Cell::new(None),
             began_at: inner.hub.now(),
+            looks_at: Cell::new(Nanos(0)),
             learnt: Cell::new(None),
             news: RefCell::default(),
             waiter_gone: Cell::new(false),
@@ -133,6 +136,10 @@ impl AttemptCell {
             }
         }
         self.feeding.set(false);
+        // A frame may have begun a stage that ends before the driver would look.
+        if self.next_look(inner.hub.now()) < self.looks_at.get() {
+            self.driver_bell.ring();
+        }
     }
 
     /// When something last moved for it, bytes on its channel included.
@@ -390,6 +397,7 @@ pub(super) async fn drive(inner: Rc<Inner>, cell: Rc<AttemptCell>) {
             | AttemptPhase::Stopping => {}
         }
         let until = cell.next_look(inner.hub.now());
+        cell.looks_at.set(until);
         let wake = {
             let mut bell = pin!(cell.driver_bell.wait(until));
             poll_fn(|cx| {

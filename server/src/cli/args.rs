@@ -161,6 +161,9 @@ pub struct NodeArgs {
     /// How much of each moved page is checked: off, sampled or full. Equal on all nodes.
     #[arg(long, value_name = "MODE", default_value_t = ChecksumMode::Full)]
     pub checksums: ChecksumMode,
+    /// Life of a lease without a renewal, for tests of its expiry; five renewals fit into it.
+    #[arg(long, value_name = "TIME", hide = true, value_parser = parse_duration)]
+    pub lease_ttl: Option<Duration>,
     /// Faults to inject, e.g. completion=lose@0.1 (loopback only).
     #[arg(long, value_name = "SPEC")]
     pub chaos: Option<ChaosSpec>,

@@ -398,6 +398,7 @@ fn record(id: &str, node: &Registered) -> Option<NodeRecord> {
         },
         models: vec![node.report.model.clone()],
         ready: node.report.ready,
+        paths: node.report.paths.clone(),
     })
 }
 

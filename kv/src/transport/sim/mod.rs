@@ -24,3 +24,6 @@ pub use fabric::{Ask, Fabric, READS_IN_FLIGHT_MAX, SourceTouch, Stepped, Witness
 pub use link::{Flush, LinkId, OpFault};
 pub use memory::SimMemory;
 pub use transport::SimTransport;
+
+#[cfg(test)]
+mod tests;

@@ -39,7 +39,7 @@ impl Node {
             }
             LeaseEffect::Free(pages) => {
                 self.note_freed(context, &pages);
-                self.keeper.ledger.with(|ledger| ledger.free(&pages));
+                self.keeper.ledger.with(|ledger| ledger.end_lease(&pages));
             }
             LeaseEffect::EndSession(number, reason) => self.end_session(number, reason, false),
         }

@@ -102,7 +102,7 @@ impl Node {
             }
         }
         let key = (number, id);
-        let Ok(sampling) = payload::decode_sampling(sampling) else {
+        let Ok((sampling, _)) = payload::decode_sampling(sampling) else {
             let code = REFUSED_PAYLOAD;
             return self.refuse(context, key, ServiceRefusal::Invalid(code));
         };
@@ -228,6 +228,7 @@ impl Node {
         };
         let spec = SequenceSpec {
             tokens: prompt,
+            generated: 0,
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,
@@ -264,7 +265,7 @@ impl Node {
             }
             Err(_) => {
                 self.engine.remove(&self.keeper, sequence);
-                ledger.with(|ledger| ledger.free(&pages));
+                ledger.with(|ledger| ledger.end_lease(&pages));
                 return Err(busy);
             }
         }
