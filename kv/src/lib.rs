@@ -8,11 +8,13 @@
 
 pub mod checksum;
 pub mod copy;
+pub mod credits;
 pub mod layout;
 pub mod lease;
 pub mod ledger;
 pub mod peer;
 pub mod pool;
+pub mod prefix;
 pub mod pull;
 pub mod session;
 pub mod transport;

@@ -228,3 +228,51 @@ fn a_hub_that_is_stopped_says_so_and_everything_ends() {
         stop(&[&d, &p]);
     });
 }
+
+/// E5: the data connection is lost under reads; they are posted again on the next one, and the
+/// attempt does not even notice. After three posts it is the path's fault.
+#[test]
+fn reads_of_a_lost_data_connection_are_posted_again_three_times_at_most() {
+    for losses in [1, 2, 3] {
+        on_shard(move |shard| async move {
+            let (d, p, relay) = relayed_pair(&shard).await;
+            let prompt = prompt(12);
+            relay.hold_data(true);
+            p.service.script.set(Script::Serve { step: 12 });
+            let mut migration = d.ask("p", &prompt, Duration::from_secs(30));
+            for loss in 0..losses {
+                // Two cuts of one connection would be one loss.
+                let posted = || {
+                    let counters = d.peers.counters();
+                    counters.reads_reposted >= loss
+                        && d.peers.attempts().first().is_some_and(|a| a.reads_out > 0)
+                        && d.hub.in_flight()
+                };
+                until(&shard, SOON, "a read is under way", posted).await;
+                relay.hold_data(loss + 1 < losses || losses == 3);
+                relay.cut_data();
+                let lost = || d.hub.counters().posts_lost > loss;
+                until(&shard, SOON, "its connection is lost", lost).await;
+            }
+            let story = follow(&mut migration).await;
+            let counters = d.peers.counters();
+            assert_eq!(counters.attempts, 1);
+            assert_eq!(counters.reads_reposted, losses.min(2), "{counters:?}");
+            match (story.committed, story.failed) {
+                (Some(pages), None) if losses < 3 => d.take(&pages, &prompt),
+                (None, Some(error)) if losses == 3 => {
+                    assert!(matches!(error.reason, FailReason::Read(_)), "{error}");
+                    assert_eq!(d.hub.counters().slots_out_of_posts, 1);
+                }
+                (committed, failed) => panic!("{losses} losses: {committed:?} {failed:?}"),
+            }
+            drop(migration);
+            relay.hold_data(false);
+            at_rest(&shard, &[&d, &p], SOON).await;
+            until(&shard, SOON, "a data connection", || d.can_pull_from("p")).await;
+            migrate(&d, "p", &prompt).await;
+            at_rest(&shard, &[&d, &p], SOON).await;
+            stop(&[&d, &p]);
+        });
+    }
+}

@@ -152,6 +152,7 @@ fn a_migration_that_cannot_begin_gives_its_pages_back() {
         let ask = |left: Duration, attempt: u32| PrefillAsk {
             request: d.peers.next_request_id(),
             attempt,
+            held_pages: 0,
             prompt: vec![1],
             payload: Vec::new(),
             into: d.targets(1),

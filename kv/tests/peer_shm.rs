@@ -235,6 +235,7 @@ fn a_way_with_two_wrong_pages_is_left() {
         let ask = PrefillAsk {
             request: d.peers.next_request_id(),
             attempt: 1,
+            held_pages: 0,
             prompt: vec![1],
             payload: Vec::new(),
             into: d.targets(1),

@@ -83,7 +83,7 @@ fn every_reuse_by_the_ledger_is_noticed() {
     // read by somebody else when its owner gives it up.
     let guards = ledger.guard([pages[3]]);
     ledger.unlease(&pages[..1]).unwrap();
-    ledger.free(&pages[1..]);
+    ledger.end_lease(&pages[1..]);
     let late: Vec<_> = (0..4).map(|at| read(lease, at, [4 + at])).collect();
     let first = world.post(channel, late);
     let lost = CompletionStatus::Error(code::GENERATION);
@@ -170,7 +170,7 @@ fn a_frozen_peers_pages_are_copied_and_a_dead_ones_are_not() {
     assert_eq!(world.told[0].work, first);
     world.rig.kill_peer();
     let dead = world.post(channel, vec![read(lease, 0, 0..8)]);
-    let lost = CompletionStatus::Error(code::PEER_CLOSED);
+    let lost = CompletionStatus::Flushed(code::PEER_CLOSED);
     assert_eq!(world.finish(dead, 1), [lost]);
     assert_eq!(world.rig.transport.counters().channels_failed, 1);
 }
@@ -183,7 +183,7 @@ fn a_talking_peer_breaks_the_protocol() {
     let lease = world.grant_all();
     world.rig.peer[0].write_all(b"x").unwrap();
     let first = world.post(channel, vec![read(lease, 0, 0..8)]);
-    let lost = CompletionStatus::Error(code::PROTOCOL);
+    let lost = CompletionStatus::Flushed(code::PROTOCOL);
     assert_eq!(world.finish(first, 1), [lost]);
 }
 

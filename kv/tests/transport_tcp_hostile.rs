@@ -376,7 +376,7 @@ fn answers_that_are_none_end_the_channel_with_every_read_failed() {
         let bytes = case(&lone);
         lone.far.write_all(&bytes).unwrap();
         let told = lone.world.finish(lone.first, 3);
-        let failed = CompletionStatus::Error(code::PROTOCOL);
+        let failed = CompletionStatus::Flushed(code::PROTOCOL);
         assert_eq!(told, [failed; 3], "case {number}");
         assert!(
             (0..6).all(|page| lone.byte(page) == 0),
@@ -400,7 +400,7 @@ fn an_answer_cut_anywhere_fails_its_read_and_those_behind() {
         let far = std::mem::replace(&mut lone.far, socket_pair().0);
         drop(far);
         let told = lone.world.finish(lone.first, 3);
-        let failed = CompletionStatus::Error(code::PEER_CLOSED);
+        let failed = CompletionStatus::Flushed(code::PEER_CLOSED);
         assert_eq!(
             told,
             [CompletionStatus::Success, failed, failed],
@@ -456,7 +456,7 @@ fn a_channel_that_owes_scrap_and_stands_still_is_given_up() {
         assert!(begun.elapsed() < PATIENCE);
     }
     let told: Vec<_> = lone.world.told.iter().map(|told| told.status).collect();
-    let still = CompletionStatus::Error(code::STOOD_STILL);
+    let still = CompletionStatus::Flushed(code::STOOD_STILL);
     let abandoned = CompletionStatus::Error(code::ABANDONED);
     assert_eq!(told, [abandoned, still, still]);
     lone.is_over(code::STOOD_STILL);

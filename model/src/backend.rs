@@ -2,6 +2,7 @@
 //! a step is submitted as a post (PROTOCOL P7) and its end arrives like any other completion.
 
 use crate::cpu::InvalidStep;
+use crate::logit_rules::Shaping;
 use kvserve_kv::{KvLayout, PageId, PoolMemory};
 use kvserve_runtime::{CompletionSource, WorkId};
 use std::ops::Range;
@@ -16,6 +17,8 @@ pub struct SampleSpec {
     pub top_k: u32,
     /// Keep the smallest set whose probability reaches this; 1 keeps all.
     pub top_p: f32,
+    /// Keep tokens whose probability is at least this share of the best one's; 0 keeps all.
+    pub min_p: f32,
     /// Seed of the request. Sampling is counter-based: (seed, choice, position) alone decide.
     pub seed: u64,
     /// Which of n choices.
@@ -26,6 +29,8 @@ pub struct SampleSpec {
     pub logprobs: Option<u8>,
     /// Tokens that must not be chosen (e.g. EOS under `ignore_eos`). Empty for most.
     pub banned: Vec<u32>,
+    /// What the request does to logits before the choice; `None` for most.
+    pub shaping: Option<Shaping>,
 }
 
 /// One sequence's part of a step: compute `tokens` at positions `start..`, writing their keys
@@ -63,6 +68,8 @@ pub struct Step {
     pub pages: Vec<PageId>,
     /// The sequences.
     pub sequences: Vec<StepSequence>,
+    /// Tokens that penalties look at, of all sequences that have some ([`Shaping::history`]).
+    pub history: Vec<u32>,
     /// After the step: one entry a sequence, `None` where no sample was asked for.
     pub sampled: Vec<Option<Sampled>>,
     /// After the step: how long the arithmetic took, in nanoseconds.
@@ -75,6 +82,7 @@ impl Step {
         self.tokens.clear();
         self.pages.clear();
         self.sequences.clear();
+        self.history.clear();
         self.sampled.clear();
         self.compute_ns = 0;
     }

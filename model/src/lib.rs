@@ -16,6 +16,7 @@ pub mod fetch;
 pub mod generation_config;
 pub mod gguf;
 pub mod load;
+pub mod logit_rules;
 pub mod safetensors;
 pub mod sampling;
 pub mod stop;
@@ -31,6 +32,7 @@ pub use detokenizer::Detokenizer;
 pub use error::{LoadError, LoadProblem};
 pub use generation_config::GenerationDefaults;
 pub use load::Model;
+pub use logit_rules::{LogitRules, Shaping};
 pub use stop::{StopError, StopMatcher};
 pub use tokenizer::{EncodeError, Tokenizer};
 pub use weights::{

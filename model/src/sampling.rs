@@ -1,10 +1,11 @@
-//! From logits to a token: greedy, temperature, top-k, top-p, and log-probabilities.
+//! From logits to a token: greedy, temperature, min-p, top-k, top-p, and log-probabilities.
 //!
 //! A choice depends on the logits and the [`SampleSpec`] only: the random number is a hash of
 //! (seed, choice, position), so that a retry, another batch or another node draws the same
 //! (PROTOCOL R2, D1). A NaN among the logits counts as minus infinity.
 
 use crate::backend::{SampleSpec, Sampled};
+use crate::logit_rules::Shaper;
 use std::cmp::Ordering;
 
 /// `out[i] = e^((x[i] - shift) * scale)` with all results positive normal numbers.
@@ -24,6 +25,7 @@ pub struct Sampler {
     maxima: Vec<f32>,
     /// Ids of the best, best first.
     best: Vec<u32>,
+    shaper: Shaper,
 }
 
 impl Sampler {
@@ -34,17 +36,19 @@ impl Sampler {
             weights: Vec::new(),
             maxima: Vec::new(),
             best: Vec::new(),
+            shaper: Shaper::default(),
         }
     }
 
-    /// Chooses a token. `logits` are changed: NaN and banned ones become minus infinity.
+    /// Chooses a token. `logits` are changed: NaN and banned ones become minus infinity, and the
+    /// request's own rules are applied; `history` is what `spec.shaping` names of the step's.
     ///
     /// If every logit is minus infinity or banned, the lowest id that is not banned is chosen
     /// (0 if there is none).
     ///
     /// # Panics
     /// If there are no logits.
-    pub fn choose(&mut self, logits: &mut [f32], spec: &SampleSpec) -> Sampled {
+    pub fn choose(&mut self, logits: &mut [f32], spec: &SampleSpec, history: &[u32]) -> Sampled {
         assert!(!logits.is_empty(), "a token of an empty vocabulary");
         for logit in logits.iter_mut() {
             *logit = if logit.is_nan() {
@@ -58,6 +62,10 @@ impl Sampler {
             Some(count) => self.log_probabilities(logits, usize::from(count)),
             None => (f64::NAN, Vec::new()),
         };
+        match &spec.shaping {
+            Some(shaping) => self.shaper.apply(logits, shaping, history),
+            None => self.shaper.reset(),
+        }
         for banned in &spec.banned {
             if let Some(logit) = logits.get_mut(*banned as usize) {
                 *logit = f32::NEG_INFINITY;
@@ -69,9 +77,11 @@ impl Sampler {
             None
         };
         let token = token.unwrap_or_else(|| greedy(logits, &spec.banned));
+        let raw = self.shaper.raw_of(token);
+        let logit = raw.unwrap_or(logits[token as usize]);
         Sampled {
             token,
-            logprob: (f64::from(logits[token as usize]) - log_total) as f32,
+            logprob: (f64::from(logit) - log_total) as f32,
             top,
         }
     }
@@ -101,7 +111,7 @@ impl Sampler {
         total(&self.weights)
     }
 
-    /// Draws by temperature, top-k and top-p; `None` when nothing can be drawn.
+    /// Draws by temperature, min-p, top-k and top-p; `None` when nothing can be drawn.
     fn draw(&mut self, logits: &[f32], spec: &SampleSpec) -> Option<u32> {
         let maximum = largest(logits);
         if maximum == f32::NEG_INFINITY {
@@ -109,7 +119,15 @@ impl Sampler {
         }
         // Below 1e-4 only exact ties differ from greedy; the bound keeps the scale finite.
         let scale = 1.0 / spec.temperature.max(1e-4);
-        let all = self.weigh(logits, maximum, scale);
+        let mut all = self.weigh(logits, maximum, scale);
+        if spec.min_p > 0.0 {
+            // The best one's weight is 1.
+            let least = spec.min_p.min(1.0);
+            for weight in &mut self.weights {
+                *weight = if *weight < least { 0.0 } else { *weight };
+            }
+            all = total(&self.weights);
+        }
         let random = uniform(spec.seed, spec.choice, spec.position);
         let top_k = match spec.top_k as usize {
             0 => logits.len(),
@@ -140,7 +158,9 @@ impl Sampler {
                 return Some(*id);
             }
         }
-        self.best.last().copied()
+        let weights = &self.weights;
+        let mut from_last = self.best.iter().rev();
+        from_last.find(|id| weights[**id as usize] > 0.0).copied()
     }
 
     fn mass_of_best(&self, count: usize) -> f64 {
@@ -301,6 +321,8 @@ fn scramble(x: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::logit_rules::{LogitRules, Shaping};
+    use std::sync::Arc;
 
     fn exp_scalar(x: &[f32], shift: f32, scale: f32, out: &mut [f32]) {
         for (x, out) in x.iter().zip(out) {
@@ -317,12 +339,14 @@ mod tests {
             choice: 0,
             position: 0,
             logprobs: None,
+            min_p: 0.0,
             banned: Vec::new(),
+            shaping: None,
         }
     }
 
     fn choose(logits: &[f32], spec: &SampleSpec) -> Sampled {
-        Sampler::new(exp_scalar).choose(&mut logits.to_vec(), spec)
+        Sampler::new(exp_scalar).choose(&mut logits.to_vec(), spec, &[])
     }
 
     /// Draws at many positions and counts.
@@ -334,7 +358,7 @@ mod tests {
                 position,
                 ..spec.clone()
             };
-            let token = sampler.choose(&mut logits.to_vec(), &spec).token;
+            let token = sampler.choose(&mut logits.to_vec(), &spec, &[]).token;
             counts[token as usize] += 1.0 / f64::from(draws);
         }
         counts
@@ -359,6 +383,33 @@ mod tests {
         assert_eq!(frequencies(&logits, &spec, 500)[1], 0.0);
         spec.banned = vec![0, 1, 2];
         assert_eq!(choose(&logits, &spec).token, 0);
+    }
+
+    #[test]
+    fn rules_change_the_choice_and_not_the_log_probabilities() {
+        let logits = [1.0f32, 2.0, 0.5];
+        let plain = SampleSpec {
+            logprobs: Some(3),
+            ..spec()
+        };
+        let rules = LogitRules {
+            bias: vec![(2, 100.0)],
+            ..LogitRules::default()
+        };
+        let shaped = SampleSpec {
+            shaping: Some(Shaping {
+                rules: Arc::new(rules),
+                history: 0..0,
+                generated: 0,
+            }),
+            ..plain.clone()
+        };
+        let mut sampler = Sampler::new(exp_scalar);
+        let biased = sampler.choose(&mut logits.to_vec(), &shaped, &[]);
+        let free = sampler.choose(&mut logits.to_vec(), &plain, &[]);
+        assert_eq!((biased.token, free.token), (2, 1));
+        assert_eq!(biased.top, free.top);
+        assert_eq!(biased.logprob, free.top[2].1);
     }
 
     #[test]
@@ -438,6 +489,15 @@ mod tests {
         );
         spec.top_p = 0.0;
         close(frequencies(&logits, &spec, 100), [0.0, 0.0, 0.0, 1.0]);
+        // Half of the best one's 0.4, alone and beside top-k and top-p.
+        spec.min_p = 0.6;
+        for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.99)] {
+            (spec.top_k, spec.top_p) = (top_k, top_p);
+            close(
+                frequencies(&logits, &spec, 20_000),
+                [0.0, 0.0, 3.0 / 7.0, 4.0 / 7.0],
+            );
+        }
     }
 
     #[test]
@@ -466,8 +526,8 @@ mod tests {
             ..spec()
         };
         let mut used = Sampler::new(exp_scalar);
-        used.choose(&mut vec![1.0; 777], &base);
-        let first = used.choose(&mut logits.clone(), &base);
+        used.choose(&mut vec![1.0; 777], &base, &[]);
+        let first = used.choose(&mut logits.clone(), &base, &[]);
         assert_eq!(first.token, choose(&logits, &base).token);
         let mut seen = std::collections::HashSet::new();
         for i in 0..20 {

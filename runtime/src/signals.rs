@@ -1,4 +1,5 @@
-//! SIGTERM and SIGINT ask for a drain; a second SIGINT ends the process at once.
+//! SIGTERM and SIGINT ask for a drain; a second SIGINT ends the process at once, or, for a process
+//! that must end others first, is told by [`interrupted_again`].
 //!
 //! The handler only touches atomics and an eventfd. A plain thread waits on that and tells
 //! shards (by their seats) and threads (by a condition variable).
@@ -118,9 +119,26 @@ impl Drop for Entry<'_> {
 struct HandlerState {
     event: EventFd,
     interrupts: AtomicU32,
+    second: SecondInterrupt,
 }
 
 static HANDLER: OnceLock<HandlerState> = OnceLock::new();
+
+/// What a second SIGINT does. A third one always ends the process at once with status 130.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SecondInterrupt {
+    /// Ends the process at once with status 130.
+    Ends,
+    /// Is told by [`interrupted_again`]: for a process that has others to end first.
+    IsTold,
+}
+
+/// Whether SIGINT came more than once; for processes that installed [`SecondInterrupt::IsTold`].
+pub fn interrupted_again() -> bool {
+    HANDLER
+        .get()
+        .is_some_and(|state| state.interrupts.load(Ordering::Relaxed) > 1)
+}
 
 /// Makes SIGTERM and SIGINT request `drain`, once per process. A second SIGINT ends the
 /// process at once with status 130.
@@ -128,9 +146,18 @@ static HANDLER: OnceLock<HandlerState> = OnceLock::new();
 /// # Errors
 /// When it was installed before, or no thread, descriptor or handler could be had.
 pub fn install(drain: &Drain) -> io::Result<()> {
+    install_with(drain, SecondInterrupt::Ends)
+}
+
+/// [`install`], with a choice of what a second SIGINT does.
+///
+/// # Errors
+/// As [`install`].
+pub fn install_with(drain: &Drain, second: SecondInterrupt) -> io::Result<()> {
     let state = HandlerState {
         event: EventFd::new()?,
         interrupts: AtomicU32::new(0),
+        second,
     };
     if HANDLER.set(state).is_err() {
         return Err(io::Error::new(
@@ -189,7 +216,11 @@ fn handle(signal: libc::c_int) -> io::Result<()> {
 /// Async-signal-safe: a static that was set before, atomics, `write` on an eventfd, `_exit`.
 extern "C" fn on_signal(signal: libc::c_int) {
     let Some(state) = HANDLER.get() else { return };
-    if signal == libc::SIGINT && state.interrupts.fetch_add(1, Ordering::Relaxed) > 0 {
+    let patience = match state.second {
+        SecondInterrupt::Ends => 0,
+        SecondInterrupt::IsTold => 1,
+    };
+    if signal == libc::SIGINT && state.interrupts.fetch_add(1, Ordering::Relaxed) > patience {
         // SAFETY: `_exit` may be called from a signal handler and does not return.
         unsafe { libc::_exit(EXIT_INTERRUPTED) };
     }

@@ -3,7 +3,7 @@
 mod http_support;
 
 use http_support::*;
-use kvserve_runtime::http::HttpLimits;
+use kvserve_runtime::http::{BodyBudget, HttpLimits};
 use std::io::{BufReader, Read, Write};
 use std::time::Duration;
 
@@ -229,4 +229,46 @@ fn over_the_connection_limit_is_503_and_heals() {
     });
     let (_, counts) = served.end(PATIENCE);
     assert!(counts.over_limit >= 20);
+}
+
+#[test]
+fn bodies_together_are_bounded_and_given_back() {
+    let limits = HttpLimits {
+        bodies: BodyBudget::new(10_000),
+        ..HttpLimits::default()
+    };
+    let budget = limits.bodies.clone();
+    let served = serve_app(limits);
+    for _ in 0..20 {
+        assert_eq!(served.post("/echo", &[b'x'; 9_000]).status, 200);
+    }
+    let answer = served.post("/echo", &[b'x'; 10_001]);
+    assert_error(&answer, 503, "overloaded");
+    assert!(answer.text().contains("10000 bytes"), "{}", answer.text());
+    assert_eq!(served.post("/echo", &[b'x'; 9_000]).status, 200);
+    let begun = std::time::Instant::now();
+    while budget.bytes_held() > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "{budget:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_transfer_coding_that_is_not_understood_is_501() {
+    let served = serve_app(HttpLimits::default());
+    for coding in ["gzip, chunked", "gzip", "identity, chunked"] {
+        let request = format!(
+            "POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: {coding}\r\n\r\n0\r\n\r\n"
+        );
+        let answer = served.raw(request.as_bytes());
+        assert!(
+            answer.status == 501 || answer.status == 400,
+            "{coding}: {} {}",
+            answer.status,
+            answer.text()
+        );
+    }
+    let chunked =
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: Chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n";
+    assert_eq!(served.raw(chunked).status, 200);
 }

@@ -111,11 +111,8 @@ mod tests {
             prompt: vec![1; tokens],
             max_tokens: 1,
             sampling: SamplingParams {
-                temperature: 0.0,
-                top_k: 0,
-                top_p: 1.0,
                 seed: 0,
-                logprobs: None,
+                ..SamplingParams::default()
             },
             stop_token_ids: Vec::new(),
             deadline: Deadline::after(Nanos(0), Duration::from_secs(1)),

@@ -158,6 +158,7 @@ fn proxy(nodes: &[SocketAddr]) -> Process {
             role: NodeRole::Hybrid,
             models: vec!["tiny".into()],
             ready: true,
+            paths: Vec::new(),
         })
         .collect();
     kvserve_runtime::testing::launch(config, move |shard| async move {

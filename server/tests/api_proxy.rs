@@ -127,6 +127,7 @@ fn record(name: &str, port: u16, role: NodeRole) -> NodeRecord {
         role,
         models: vec!["tiny".into()],
         ready: true,
+        paths: Vec::new(),
     }
 }
 

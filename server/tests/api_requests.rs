@@ -189,8 +189,15 @@ fn sampling_fields_have_ranges() {
         ("stream", json!("yes"), "invalid_type"),
         ("stream_options", json!({}), "invalid_value"),
         ("n", json!(2), "not_supported"),
-        ("presence_penalty", json!(1), "not_supported"),
-        ("logit_bias", json!({"1": 5}), "not_supported"),
+        ("presence_penalty", json!(2.1), "invalid_value"),
+        ("frequency_penalty", json!("x"), "invalid_type"),
+        ("repetition_penalty", json!(0), "invalid_value"),
+        ("min_p", json!(1.5), "invalid_value"),
+        ("min_tokens", json!(-1), "invalid_value"),
+        ("logit_bias", json!({"x": 5}), "invalid_value"),
+        ("logit_bias", json!({"4000000000": 5}), "invalid_value"),
+        ("logit_bias", json!({"1": 101}), "invalid_value"),
+        ("logit_bias", json!([1]), "invalid_type"),
         ("model", json!(1), "invalid_type"),
     ] {
         let (status, got, param) =

@@ -10,7 +10,7 @@
 //! |---|---|
 //! | `page.rs` | one page's copy, in pieces |
 //! | `xxh3.rs` | constants, start, end and tail of the hash |
-//! | `avx512.rs`, `avx2.rs`, `portable.rs` | blocks of 1,024 bytes: copy, hash or both |
+//! | `avx512.rs`, `avx2.rs`, `portable.rs` | blocks of 1,024 bytes and what ends a page: copy, hash or both |
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -136,41 +136,57 @@ fn hash_with(isa: Isa, bytes: &[u8]) -> u64 {
         return xxhash_rust::xxh3::xxh3_64(bytes);
     }
     let blocks = (bytes.len() - 1) / BLOCK_BYTES;
-    let mut acc = xxh3::START;
-    // SAFETY: the slice holds that many whole blocks and is only read.
-    unsafe { hash_blocks(isa, bytes.as_ptr(), blocks, &mut acc) };
     let tail = &bytes[blocks * BLOCK_BYTES..];
+    let end = stripes_of_end(tail.len());
+    let mut acc = xxh3::START;
+    // SAFETY: the slice holds that many whole blocks and stripes and is only read.
+    unsafe { hash_stripes(isa, bytes.as_ptr(), blocks, end, &mut acc) };
+    if end > 0 {
+        return xxh3::merge(&acc, bytes.len());
+    }
     let last = bytes.last_chunk::<64>().expect("longer than 240 bytes");
     xxh3::finish(acc, tail, last, bytes.len())
 }
 
-/// Hashes whole blocks.
+/// Stripes of a last block of 1 to 1,024 bytes that the kernels take; 0 if it is no whole number
+/// of stripes, which no layout's page is.
+fn stripes_of_end(tail_bytes: usize) -> usize {
+    if tail_bytes.is_multiple_of(64) {
+        tail_bytes / 64
+    } else {
+        0
+    }
+}
+
+/// Hashes whole blocks, then the `end` stripes of the last block (0: there is more to come).
 ///
 /// # Safety
-/// `source` is valid for reads of the blocks, nobody writes them, and the processor has `isa`.
-unsafe fn hash_blocks(isa: Isa, source: *const u8, blocks: usize, acc: &mut [u64; 8]) {
+/// `source` is valid for reads of all of them, nobody writes them, and the processor has `isa`.
+unsafe fn hash_stripes(isa: Isa, source: *const u8, blocks: usize, end: usize, acc: &mut [u64; 8]) {
     // SAFETY: as the caller promises.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => avx512::hash(source, blocks, acc),
+            Isa::Avx512 => avx512::hash(source, blocks, end, acc),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => avx2::hash(source, blocks, acc),
-            _ => portable::hash(source, blocks, acc),
+            Isa::Avx2 => avx2::hash(source, blocks, end, acc),
+            _ => portable::hash(source, blocks, end, acc),
         }
     }
 }
 
-/// Copies whole blocks, hashing them if `HASH`.
+/// Copies whole blocks, then the `end` stripes of the last block (0: there is more to come);
+/// hashes them if `HASH`.
 ///
 /// # Safety
-/// `source` is valid for (volatile) reads and `target` for writes of the blocks, they do not
+/// `source` is valid for (volatile) reads and `target` for writes of all of them, they do not
 /// overlap, nobody else touches the target, and the processor has the kernel's instructions.
-unsafe fn copy_blocks<const HASH: bool>(
+unsafe fn copy_stripes<const HASH: bool>(
     kernel: Kernel,
     source: *const u8,
     target: *mut u8,
     blocks: usize,
+    end: usize,
     acc: &mut [u64; 8],
 ) {
     let aligned = (source as usize | target as usize).is_multiple_of(64);
@@ -179,22 +195,22 @@ unsafe fn copy_blocks<const HASH: bool>(
         match (kernel.isa, kernel.stores, aligned) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, Stores::Streaming, true) => {
-                avx512::copy::<HASH, true>(source, target, blocks, acc);
+                avx512::copy::<HASH, true>(source, target, blocks, end, acc);
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, Stores::Plain, true) => {
-                avx512::copy::<HASH, false>(source, target, blocks, acc);
+                avx512::copy::<HASH, false>(source, target, blocks, end, acc);
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, Stores::Streaming, true) => {
-                avx2::copy::<HASH, true>(source, target, blocks, acc);
+                avx2::copy::<HASH, true>(source, target, blocks, end, acc);
             }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, Stores::Plain, true) => {
-                avx2::copy::<HASH, false>(source, target, blocks, acc);
+                avx2::copy::<HASH, false>(source, target, blocks, end, acc);
             }
             // Pages of a pool are aligned; anything else is only slower.
-            _ => portable::copy::<HASH>(source, target, blocks, acc),
+            _ => portable::copy::<HASH>(source, target, blocks, end, acc),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One page's copy, in pieces, with its hash.
 
 use super::xxh3;
-use super::{BLOCK_BYTES, Kernel, copy_blocks, portable};
+use super::{BLOCK_BYTES, Kernel, copy_stripes, portable, stripes_of_end};
 
 /// A page being copied. It keeps no pointer: each step is given both ends anew, so that what
 /// makes them valid is the caller's affair at each step.
@@ -60,24 +60,34 @@ impl PageCopy {
         let in_blocks = (self.bytes - 1) / BLOCK_BYTES * BLOCK_BYTES;
         let wanted = (bytes_max / BLOCK_BYTES).max(1);
         let blocks = wanted.min((in_blocks.saturating_sub(before)) / BLOCK_BYTES);
-        // SAFETY: the blocks lie inside the page; the rest is the caller's promise.
+        let ends = before + blocks * BLOCK_BYTES == in_blocks;
+        // A page of another length than whole stripes, or so short that the hash has another
+        // formula, ends by way of `tail`.
+        let end = match self.bytes {
+            bytes if ends && bytes > xxh3::SHORT_MAX => stripes_of_end(bytes - in_blocks),
+            _ => 0,
+        };
+        // SAFETY: the blocks and stripes lie inside the page; the rest is the caller's promise.
         unsafe {
             let (from, into) = (source.add(before), target.add(before));
             if self.hashing {
-                copy_blocks::<true>(kernel, from, into, blocks, &mut self.acc);
+                copy_stripes::<true>(kernel, from, into, blocks, end, &mut self.acc);
             } else {
-                copy_blocks::<false>(kernel, from, into, blocks, &mut self.acc);
+                copy_stripes::<false>(kernel, from, into, blocks, end, &mut self.acc);
             }
         }
-        self.done += blocks * BLOCK_BYTES;
-        if self.done == in_blocks {
+        self.done += blocks * BLOCK_BYTES + end * 64;
+        if end > 0 && self.hashing {
+            self.hash = xxh3::merge(&self.acc, self.bytes);
+        }
+        if ends && end == 0 {
             // SAFETY: as for the blocks.
             unsafe { self.tail(source, target) };
         }
         self.done - before
     }
 
-    /// The last block, 1 to 1,024 bytes: by way of a buffer, so that what is hashed is what is
+    /// The last block, 1 to 1,024 bytes of any number: by way of a buffer, so that what is hashed is what is
     /// stored although the last stripe reaches back over bytes that were mixed before.
     ///
     /// # Safety
@@ -136,11 +146,13 @@ mod tests {
         let source: Vec<u8> = (0..ROOM).map(|_| random.below(256) as u8).collect();
         let mut target = vec![0u8; ROOM];
         let special = [
-            1, 2, 63, 64, 65, 240, 241, 1023, 1024, 1025, 2048, 16_384, 20_000,
+            1, 2, 63, 64, 65, 192, 240, 241, 256, 1023, 1024, 1025, 1088, 2048, 16_384, 20_000,
         ];
         for round in 0..1_500 {
             let bytes = match special.get(round) {
                 Some(bytes) => *bytes,
+                // Whole stripes, as pages have, and odd lengths in turn.
+                None if round % 2 == 0 => 64 * (1 + random.below(280)),
                 None => 1 + random.below(18_000),
             };
             let align = |random: &mut Random, base: *const u8| {

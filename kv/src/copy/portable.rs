@@ -1,49 +1,65 @@
 //! Blocks in words of 8 bytes, for any processor and any alignment.
 
 use super::BLOCK_BYTES;
-use super::xxh3::{STRIPES, accumulate, scramble};
+use super::xxh3::{STRIPES, accumulate, scramble, secret_of_end};
 
-/// Hashes whole blocks.
+/// Hashes whole blocks, then the `end` stripes of the last block (0: there is more to come).
 ///
 /// # Safety
-/// `source` is valid for reads of the blocks and nobody writes them.
-pub(super) unsafe fn hash(source: *const u8, blocks: usize, acc: &mut [u64; 8]) {
+/// `source` is valid for reads of all of them and nobody writes them.
+pub(super) unsafe fn hash(source: *const u8, blocks: usize, end: usize, acc: &mut [u64; 8]) {
+    // SAFETY: inside the blocks and the end, as long as `at` is.
+    let words = |at: usize| unsafe {
+        let words: [u64; 8] = source.add(at).cast::<[u64; 8]>().read_unaligned();
+        words.map(u64::from_le)
+    };
     for block in 0..blocks {
         for stripe in 0..STRIPES {
             let at = block * BLOCK_BYTES + stripe * 64;
-            // SAFETY: inside the blocks.
-            let words: [u64; 8] = unsafe { source.add(at).cast::<[u64; 8]>().read_unaligned() };
-            accumulate(acc, &words.map(u64::from_le), 8 * stripe);
+            accumulate(acc, &words(at), 8 * stripe);
         }
         scramble(acc);
     }
+    for stripe in 0..end {
+        let at = blocks * BLOCK_BYTES + stripe * 64;
+        accumulate(acc, &words(at), secret_of_end(stripe, end));
+    }
 }
 
-/// Copies whole blocks, hashing them if `HASH`.
+/// Copies whole blocks, then the `end` stripes of the last block (0: there is more to come);
+/// hashes them if `HASH`.
 ///
 /// # Safety
-/// See [`super::copy_blocks`].
+/// See [`super::copy_stripes`].
 pub(super) unsafe fn copy<const HASH: bool>(
     source: *const u8,
     target: *mut u8,
     blocks: usize,
+    end: usize,
     acc: &mut [u64; 8],
 ) {
+    // SAFETY: inside the blocks and the end, as long as `at` is; the write may be unaligned,
+    // the read asks for nothing.
+    let carry = |at: usize| unsafe {
+        let words = read_stripe(source.add(at));
+        target.add(at).cast::<[u64; 8]>().write_unaligned(words);
+        words.map(u64::from_le)
+    };
     for block in 0..blocks {
         for stripe in 0..STRIPES {
-            let at = block * BLOCK_BYTES + stripe * 64;
-            // SAFETY: inside the blocks; the write may be unaligned, the read asks for nothing.
-            let words = unsafe {
-                let words = read_stripe(source.add(at));
-                target.add(at).cast::<[u64; 8]>().write_unaligned(words);
-                words
-            };
+            let words = carry(block * BLOCK_BYTES + stripe * 64);
             if HASH {
-                accumulate(acc, &words.map(u64::from_le), 8 * stripe);
+                accumulate(acc, &words, 8 * stripe);
             }
         }
         if HASH {
             scramble(acc);
+        }
+    }
+    for stripe in 0..end {
+        let words = carry(blocks * BLOCK_BYTES + stripe * 64);
+        if HASH {
+            accumulate(acc, &words, secret_of_end(stripe, end));
         }
     }
 }

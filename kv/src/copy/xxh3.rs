@@ -80,6 +80,17 @@ fn stripe_of(bytes: &[u8], at: usize) -> [u64; 8] {
     std::array::from_fn(|lane| word(bytes, at + 8 * lane))
 }
 
+/// Where the secret for a stripe of the last block begins, which has `stripes` of them: the last
+/// one of all has a place of its own. Only where the input's length is a multiple of 64: then
+/// the last 64 bytes are a stripe of their own and not read twice.
+pub(super) fn secret_of_end(stripe: usize, stripes: usize) -> usize {
+    if stripe + 1 == stripes {
+        LAST_AT
+    } else {
+        8 * stripe
+    }
+}
+
 /// The hash, from the accumulators after all blocks but the last: `tail` is the last block
 /// (1 to 1,024 bytes), `last` the last 64 bytes of all, `length` the length of all.
 pub(super) fn finish(mut acc: [u64; 8], tail: &[u8], last: &[u8; 64], length: usize) -> u64 {
@@ -87,6 +98,11 @@ pub(super) fn finish(mut acc: [u64; 8], tail: &[u8], last: &[u8; 64], length: us
         accumulate(&mut acc, &stripe_of(tail, 64 * stripe), 8 * stripe);
     }
     accumulate(&mut acc, &stripe_of(last, 0), LAST_AT);
+    merge(&acc, length)
+}
+
+/// The hash of `length` bytes, from the accumulators after all of them.
+pub(super) fn merge(acc: &[u64; 8], length: usize) -> u64 {
     let mut merged = (length as u64).wrapping_mul(PRIME64_1);
     for pair in 0..4 {
         let left = acc[2 * pair] ^ secret_word(MERGE_AT + 16 * pair);

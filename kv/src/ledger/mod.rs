@@ -18,15 +18,25 @@
 //! ```
 //!
 //! Two ends of a page's use meet here. Its *owner* (a sequence, a lease, an attempt) gives it up
-//! with [`Ledger::free`]; each *operation* that reads or writes it names it by a guard, which the
-//! completion slab gives back at the physical end of the operation (PROTOCOL E1). Only when both
-//! are through is the page Free.
+//! with [`Ledger::free`] or [`Ledger::end_lease`]; each *operation* that reads or writes it names
+//! it by a guard, which the completion slab gives back at the physical end of the operation
+//! (PROTOCOL E1). Only when both are through is the page Free.
+//!
+//! A page that is whole may have several owners ([`Ledger::share`]); they are counted, and the
+//! states above are those of the last. The *prefix cache* ([`crate::prefix`]) is one owner more:
+//! a page in it that has no other is handed out like a free one when Free pages run out.
 
+mod books;
+mod cached;
 mod cell;
 mod guards;
 mod pages;
 mod state;
 
+#[cfg(test)]
+mod cached_tests;
+
+pub use cached::{PrefixCounters, PrefixFit};
 pub use cell::LedgerCell;
 pub use pages::{Ledger, NeedPages, PageCounts, PageView};
 pub use state::{AllocateAs, IllegalEvent, PageEvent, PageState};

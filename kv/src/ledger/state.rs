@@ -82,14 +82,30 @@ pub enum PageEvent {
     MarkReady,
     /// It is granted to a peer.
     Lease,
-    /// The lease ended and its owner keeps the page.
-    Unlease,
+    /// One more owner (a sequence, a lease, the prefix cache) for a page that is whole.
+    Share,
+    /// A lease ended and its owner keeps the page; `leased`: another lease of it goes on.
+    Unlease {
+        /// Whether another lease holds the page.
+        leased: bool,
+    },
+    /// A lease ended and gives the page up with it.
+    EndLease {
+        /// Whether anybody else owns the page.
+        shared: bool,
+        /// Whether another lease holds the page.
+        leased: bool,
+        /// Whether a guard names it.
+        named: bool,
+    },
     /// The migration that wrote it was proven whole (COMMIT OK).
     Commit,
     /// As `Commit`, for the tail page into which this node goes on writing.
     Adopt,
-    /// Its owner gives it up; `named`: an operation still names it.
+    /// An owner gives it up.
     Free {
+        /// Whether anybody else owns the page.
+        shared: bool,
         /// Whether a guard names it.
         named: bool,
     },
@@ -135,19 +151,41 @@ pub(super) fn next(state: PageState, event: PageEvent) -> Option<PageState> {
             }),
             Building | Ready | Leased | Pulling | Stopping | Quarantined => None,
         },
+        // A leased page becomes whole while its peer already waits for it.
         PageEvent::MarkReady => match state {
             Building => Some(Ready),
-            Free | Ready | Leased | Pulling | Stopping | Quarantined => None,
+            Leased => Some(Leased),
+            Free | Ready | Pulling | Stopping | Quarantined => None,
+        },
+        // Who shares a page must know that nobody writes it any more, and that what is in it is
+        // proven (PROTOCOL C2): never a page of a migration before COMMIT's OK.
+        PageEvent::Share => match state {
+            Ready | Leased => Some(state),
+            Free | Building | Pulling | Stopping | Quarantined => None,
         },
         // A prompt's pages are reserved before the grant (L1), so a lease also starts on pages
         // that are still being built; the watermark says what of it may be read.
         PageEvent::Lease => match state {
-            Building | Ready => Some(Leased),
-            Free | Leased | Pulling | Stopping | Quarantined => None,
+            Building | Ready | Leased => Some(Leased),
+            Free | Pulling | Stopping | Quarantined => None,
         },
-        PageEvent::Unlease => match state {
-            Leased => Some(Ready),
+        PageEvent::Unlease { leased } => match state {
+            Leased => Some(if leased { Leased } else { Ready }),
             Free | Building | Ready | Pulling | Stopping | Quarantined => None,
+        },
+        PageEvent::EndLease {
+            shared,
+            leased,
+            named,
+        } => match state {
+            Leased => Some(match (shared, leased, named) {
+                (true, true, _) => Leased,
+                (true, false, _) => Ready,
+                (false, _, true) => Stopping,
+                (false, _, false) => Free,
+            }),
+            Quarantined => Some(Quarantined),
+            Free | Building | Ready | Pulling | Stopping => None,
         },
         PageEvent::Commit => match state {
             Pulling => Some(Ready),
@@ -157,8 +195,12 @@ pub(super) fn next(state: PageState, event: PageEvent) -> Option<PageState> {
             Pulling => Some(Building),
             Free | Building | Ready | Leased | Stopping | Quarantined => None,
         },
-        PageEvent::Free { named } => match state {
-            Building | Ready | Leased | Pulling => Some(if named { Stopping } else { Free }),
+        PageEvent::Free { shared, named } => match state {
+            // A page has more than one owner only once it is whole.
+            Ready | Leased if shared => Some(state),
+            Building | Ready | Pulling => Some(if named { Stopping } else { Free }),
+            // The last owner of a leased page is its lease: `EndLease`.
+            Leased => None,
             // Its owner may learn of the quarantine later than the ledger, and gives up what it
             // owned in the ordinary way.
             Quarantined => Some(Quarantined),
@@ -191,47 +233,105 @@ mod tests {
         }
     }
 
-    #[test]
-    fn quarantined_is_final_and_only_free_is_handed_out() {
-        for state in PageState::ALL {
-            for what in [AllocateAs::Building, AllocateAs::Pulling] {
-                let after = next(state, PageEvent::Allocate(what));
-                assert_eq!(after.is_some(), state == PageState::Free, "{state:?}");
-            }
-        }
-        let events = [
+    fn all_events() -> Vec<PageEvent> {
+        let mut events = vec![
+            PageEvent::Allocate(AllocateAs::Building),
+            PageEvent::Allocate(AllocateAs::Pulling),
             PageEvent::MarkReady,
             PageEvent::Lease,
-            PageEvent::Unlease,
+            PageEvent::Share,
             PageEvent::Commit,
             PageEvent::Adopt,
-            PageEvent::Free { named: true },
-            PageEvent::Free { named: false },
             PageEvent::LastGuardEnded,
             PageEvent::Quarantine,
         ];
-        for event in events {
-            let after = next(PageState::Quarantined, event);
-            assert!(
-                matches!(after, None | Some(PageState::Quarantined)),
-                "{event:?} leads out of quarantine"
-            );
-            assert_eq!(
-                next(PageState::Free, event),
-                None,
-                "{event:?} on a free page"
-            );
+        let flags = [false, true];
+        for leased in flags {
+            events.push(PageEvent::Unlease { leased });
+            for named in flags {
+                events.push(PageEvent::Free {
+                    shared: leased,
+                    named,
+                });
+                for shared in flags {
+                    events.push(PageEvent::EndLease {
+                        shared,
+                        leased,
+                        named,
+                    });
+                }
+            }
+        }
+        events
+    }
+
+    /// Every state with every event: what is left out is not allowed.
+    #[test]
+    fn every_event_in_every_state() {
+        use PageState::{Building, Free, Leased, Pulling, Quarantined, Ready, Stopping};
+        let expected = |state: PageState, event: PageEvent| match event {
+            PageEvent::Allocate(what) => (state == Free).then_some(match what {
+                AllocateAs::Building => Building,
+                AllocateAs::Pulling => Pulling,
+            }),
+            PageEvent::MarkReady if state == Building => Some(Ready),
+            PageEvent::MarkReady => (state == Leased).then_some(Leased),
+            PageEvent::Lease => [Building, Ready, Leased].contains(&state).then_some(Leased),
+            PageEvent::Share => [Ready, Leased].contains(&state).then_some(state),
+            PageEvent::Unlease { leased } => {
+                (state == Leased).then_some(if leased { Leased } else { Ready })
+            }
+            PageEvent::EndLease { .. } | PageEvent::Free { .. } if state == Quarantined => {
+                Some(Quarantined)
+            }
+            PageEvent::EndLease {
+                shared,
+                leased,
+                named,
+            } => (state == Leased).then_some(if shared && leased {
+                Leased
+            } else if shared {
+                Ready
+            } else if named {
+                Stopping
+            } else {
+                Free
+            }),
+            PageEvent::Free { shared, named } => match state {
+                Ready | Leased if shared => Some(state),
+                Building | Ready | Pulling => Some(if named { Stopping } else { Free }),
+                Free | Leased | Stopping | Quarantined => None,
+            },
+            PageEvent::Commit => (state == Pulling).then_some(Ready),
+            PageEvent::Adopt => (state == Pulling).then_some(Building),
+            PageEvent::LastGuardEnded => match state {
+                Free => None,
+                Stopping => Some(Free),
+                Building | Ready | Leased | Pulling | Quarantined => Some(state),
+            },
+            PageEvent::Quarantine => (state != Free).then_some(Quarantined),
+        };
+        for state in PageState::ALL {
+            for event in all_events() {
+                let after = next(state, event);
+                assert_eq!(after, expected(state, event), "{state:?} {event:?}");
+                if state == Quarantined {
+                    assert!(
+                        matches!(after, None | Some(Quarantined)),
+                        "{event:?} leads out of quarantine"
+                    );
+                }
+            }
         }
     }
 
     #[test]
-    fn an_unproven_page_is_never_ready_without_commit() {
-        for event in [PageEvent::MarkReady, PageEvent::Lease, PageEvent::Unlease] {
-            assert_eq!(next(PageState::Pulling, event), None);
+    fn an_unproven_page_is_never_ready_or_shared_without_commit() {
+        for event in all_events() {
+            let after = next(PageState::Pulling, event);
+            let proven = matches!(after, Some(PageState::Ready | PageState::Leased));
+            assert_eq!(proven, event == PageEvent::Commit, "{event:?}");
         }
-        assert_eq!(
-            next(PageState::Pulling, PageEvent::Commit),
-            Some(PageState::Ready)
-        );
+        assert_eq!(next(PageState::Pulling, PageEvent::Share), None);
     }
 }

@@ -1,5 +1,6 @@
 //! What a peer hub is given, and what can be seen of it.
 
+use crate::credits::{CreditLimits, PeerCredits};
 use crate::lease::LeaseLimits;
 use crate::ledger::LedgerCell;
 use crate::pool::{PageId, PoolMemory};
@@ -95,6 +96,8 @@ impl PeerConfig {
 pub struct PeerLimits {
     /// Stage limits of a pull.
     pub pull: PullLimits,
+    /// Reads in flight at once.
+    pub credits: CreditLimits,
     /// Lease times and bounds.
     pub lease: LeaseLimits,
     /// Heartbeats.
@@ -121,6 +124,7 @@ impl Default for PeerLimits {
     fn default() -> Self {
         PeerLimits {
             pull: PullLimits::default(),
+            credits: CreditLimits::default(),
             lease: LeaseLimits::default(),
             liveness: LivenessLimits::default(),
             handshake: Duration::from_secs(2),
@@ -178,6 +182,9 @@ pub struct IncomingPrefill {
     pub request: RequestId,
     /// Which try.
     pub attempt: u32,
+    /// Leading whole pages of the prompt that the peer holds: it pulls only those after them.
+    /// As the peer says; the service refuses what cannot be.
+    pub held_pages: u32,
     /// Token ids.
     pub prompt: Vec<u32>,
     /// Opaque bytes of the layer above (sampling parameters).
@@ -208,7 +215,11 @@ pub struct PrefillAsk {
     pub prompt: Vec<u32>,
     /// Opaque bytes for the prefill node's layer above.
     pub payload: Vec<u8>,
-    /// Target pages, in state Pulling; the hub's until they come back.
+    /// Leading whole pages of the prompt that this node holds in its prefix cache. The caller
+    /// owns them (pins them) until the attempt has ended, and never names a page of an attempt
+    /// that was not committed (PROTOCOL C2, R3).
+    pub held_pages: u32,
+    /// Target pages of the rest, in state Pulling; the hub's until they come back.
     pub into: Vec<PageId>,
     /// When the request's time is up.
     pub deadline: Deadline,
@@ -282,6 +293,25 @@ pub struct PeerView {
     pub can_pull: bool,
     /// Migrations from it that are running.
     pub in_flight: usize,
+    /// What its session has moved into this node.
+    pub moved: PathCounters,
+    /// What it has in flight against its allowance.
+    pub credits: PeerCredits,
+}
+
+/// What one session has moved into this node; only grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PathCounters {
+    /// Reads posted.
+    pub reads: u64,
+    /// Bytes of reads that were in place.
+    pub bytes: u64,
+    /// Reads posted again after the loss of their channel.
+    pub reposts: u64,
+    /// Pages that did not match their checksums.
+    pub mismatches: u64,
+    /// Times that its path was left for another.
+    pub fallbacks: u64,
 }
 
 /// What the hub has counted; only grows.
@@ -321,4 +351,12 @@ pub struct PeerCounters {
     pub attempts_committed: u64,
     /// Attempts that failed.
     pub attempts_failed: u64,
+    /// Of these, attempts that a limit ended (a stage's or the request's).
+    pub attempts_at_limit: u64,
+    /// How late such a limit was noticed at most.
+    pub limit_late_max: Duration,
+    /// The longest time from an attempt's failure to its pages being quiet or quarantined.
+    pub pages_back_max: Duration,
+    /// Reads posted again after the loss of their channel (PROTOCOL E5).
+    pub reads_reposted: u64,
 }

@@ -9,6 +9,7 @@ use super::entropy;
 use super::hub::Inner;
 use super::session::Session;
 use super::wait::{Bell, Woken, within};
+use crate::credits::PeerCredits;
 use crate::session::handshake::Refusal;
 use crate::session::seal::{FrameStream, WireError, open_plain};
 use crate::session::{Frame, Handshake, PeerIdentity, RefuseReason, SealedChannel, Step};
@@ -333,7 +334,8 @@ impl Inner {
         ));
         self.sessions.borrow_mut().insert(number, session.clone());
         self.count(|counters| counters.sessions_up += 1);
-        self.events.up(session.view(self.config.role.pulls()));
+        self.events
+            .up(session.view(self.config.role.pulls(), PeerCredits::default()));
         if self.config.role.pulls() && session.peer.role.serves() {
             let (node_id, choice) = (&session.peer.node_id, self.config.transport);
             match self.shm_plan(&session.peer) {

@@ -20,10 +20,10 @@ impl Inner {
             Frame::Prefill {
                 id,
                 left_ns,
-                held_pages: _,
+                held_pages,
                 prompt,
                 payload,
-            } => self.on_prefill(session, id, left_ns, prompt, payload),
+            } => self.on_prefill(session, id, left_ns, held_pages, prompt, payload),
             Frame::Granted {
                 id,
                 lease,
@@ -182,7 +182,7 @@ impl Inner {
                 LeaseEffect::CancelProducer(number, id) => self.cancel_producer(number, id),
                 LeaseEffect::Free(freed) => {
                     if let Some(pages) = &self.pages {
-                        pages.ledger.with(|ledger| ledger.free(&freed));
+                        pages.ledger.with(|ledger| ledger.end_lease(&freed));
                     }
                 }
                 LeaseEffect::EndSession(number, reason) => {

@@ -1,15 +1,17 @@
 //! The hub itself: what one shard holds of its peers, and its public face.
 
 use super::config::{
-    PeerConfig, PeerCounters, PeerEvents, PeerParts, PeerState, PeerView, PrefillAsk, PrefillError,
-    PrefillService, SendError,
+    PathCounters, PeerConfig, PeerCounters, PeerEvents, PeerParts, PeerState, PeerView, PrefillAsk,
+    PrefillError, PrefillService, SendError,
 };
 use super::connect::Dial;
 use super::migrate::{AttemptCell, drive};
 use super::migration::Migration;
 use super::path::ShmPath;
+use super::reads::Queued;
 use super::serve::{Authority, Producer};
 use super::session::{PullPath, Session};
+use crate::credits::{CreditCounters, Credits, PeerCredits};
 use crate::lease::{LeaseCounters, LeaseTable, LeaseView, PeerSession};
 use crate::ledger::LedgerCell;
 use crate::pool::PoolMemory;
@@ -63,6 +65,9 @@ pub(super) struct Inner {
     pub producers: RefCell<BTreeMap<(PeerSession, AttemptId), Rc<Producer>>>,
     counters: Cell<PeerCounters>,
     pub turned_at: Cell<Nanos>,
+    /// Reads in flight, and those that wait.
+    pub credits: RefCell<Credits<PeerSession, Queued>>,
+    pub pumping: Cell<bool>,
     pub stopped: Cell<bool>,
     local_addr: Option<SocketAddr>,
 }
@@ -82,10 +87,22 @@ pub struct AttemptView {
     pub phase: &'static str,
     /// Lease number; 0 before the grant.
     pub lease: u64,
+    /// Where that belongs in the request's stages: pair, prefill, pull, commit.
+    pub stage: &'static str,
+    /// Since it was asked for.
+    pub age: Duration,
     /// Pages in place and checked.
     pub pages_checked: u32,
     /// Of so many.
     pub pages: u32,
+    /// Bytes of the pages in place and checked.
+    pub bytes_checked: u64,
+    /// Reads posted or waiting for a credit.
+    pub reads_out: usize,
+    /// Since something last moved for it: a sign of life, or bytes.
+    pub still_for: Duration,
+    /// Until its present stage's limit ends it, as far as is known now.
+    pub limit_left: Duration,
     /// Until the request's deadline.
     pub deadline_left: Duration,
 }
@@ -128,6 +145,7 @@ impl PeerHub {
             None => Default::default(),
         };
         let now = hub.now();
+        let credits = Credits::new(config.limits.credits);
         let inner = Rc::new_cyclic(|me| Inner {
             me: me.clone(),
             shard: shard.clone(),
@@ -147,6 +165,8 @@ impl PeerHub {
             producers: RefCell::default(),
             counters: Cell::default(),
             turned_at: Cell::new(now),
+            credits: RefCell::new(credits),
+            pumping: Cell::new(false),
             stopped: Cell::new(false),
             local_addr,
         });
@@ -209,7 +229,8 @@ impl PeerHub {
         let mut views = Vec::new();
         for session in self.0.live_sessions() {
             self.0.check_pull_path(&session);
-            views.push(session.view(pulls));
+            let credits = self.0.credits.borrow().peer(session.number);
+            views.push(session.view(pulls, credits));
         }
         for dial in self.0.dials.borrow().values() {
             let reached = views.iter().any(|view| dial.reaches(view));
@@ -225,6 +246,8 @@ impl PeerHub {
                     path: "",
                     can_pull: false,
                     in_flight: 0,
+                    moved: PathCounters::default(),
+                    credits: PeerCredits::default(),
                 });
             }
         }
@@ -298,7 +321,7 @@ impl PeerHub {
         let frame = Frame::Prefill {
             id,
             left_ns: ask.deadline.left(now).as_nanos() as u64,
-            held_pages: 0,
+            held_pages: ask.held_pages,
             prompt: ask.prompt,
             payload: ask.payload,
         };
@@ -313,6 +336,12 @@ impl PeerHub {
     /// What was counted since the start.
     pub fn counters(&self) -> PeerCounters {
         self.0.counters.get()
+    }
+
+    /// What the credits have counted, and the reads and bytes in flight and waiting now.
+    pub fn credits(&self) -> (CreditCounters, (u32, u64), usize) {
+        let credits = self.0.credits.borrow();
+        (credits.counters(), credits.in_flight(), credits.waiting())
     }
 
     /// What the lease table has counted.
@@ -337,6 +366,12 @@ impl PeerHub {
                     id: *id,
                     phase: cell.phase().label(),
                     lease: cell.lease_live().unwrap_or(0),
+                    stage: cell.look(|machine| machine.stage().label()),
+                    age: now.since(cell.began_at),
+                    bytes_checked: u64::from(pages_checked) * self.0.config.page_bytes as u64,
+                    reads_out: cell.look(Attempt::reads_out),
+                    still_for: now.since(cell.moved_at(&self.0)),
+                    limit_left: cell.look(|machine| machine.limit(now)).since(now),
                     pages_checked,
                     pages,
                     deadline_left: cell.deadline.left(now),

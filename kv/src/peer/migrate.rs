@@ -7,51 +7,34 @@
 
 use super::hub::Inner;
 use super::migration::{MigrationEvent, free_committed};
+use super::reads::{OutRead, PostArgs, ReadNews};
 use super::session::{PullPath, Session};
 use super::wait::{Bell, Woken};
 use crate::checksum::page_checksum;
-use crate::ledger::PageState;
+use crate::credits::Short;
 use crate::pool::PageId;
 use crate::pull::{Attempt, AttemptPhase, PullEffect, PullEvent, PullNews};
-use crate::session::AttemptId;
-use crate::transport::{Read, Transport};
-use kvserve_runtime::completion::Completion;
-use kvserve_runtime::{ChannelId, ChannelKind, Deadline, EndReason, Nanos};
+use crate::session::{AttemptId, RefuseReason};
+use kvserve_runtime::{ChannelId, Deadline, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
 /// Bytes checked before other tasks of the shard get a turn (PROTOCOL L4).
 pub(super) const CHECK_BYTES_PER_TURN: usize = 256 * 1024;
 
-/// How often a pull with reads out looks whether its connection has moved, so that its stage
-/// limit is at most this late.
-const MOVED_LOOK: Duration = Duration::from_millis(50);
-
 /// How often a stopping attempt looks whether its last post is quiet. The ladder needs 20 to
 /// 270 ms for a channel that is broken and no time for one that works.
 pub(super) const QUIET_LOOK: Duration = Duration::from_millis(2);
-
-/// One read to be posted.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PostArgs {
-    read: u64,
-    first: u32,
-    count: u32,
-    lease: u64,
-    epoch: u32,
-}
 
 struct Check {
     first: u32,
     checksums: Vec<u64>,
 }
-
-type ReadWait = (u64, Completion);
 
 pub(super) struct AttemptCell {
     pub session: Rc<Session>,
@@ -61,11 +44,14 @@ pub(super) struct AttemptCell {
     events: RefCell<VecDeque<PullEvent>>,
     feeding: Cell<bool>,
     targets: RefCell<Vec<PageId>>,
-    reads: RefCell<Vec<ReadWait>>,
-    /// Pages of posted reads that have not ended well.
-    unquiet: RefCell<Vec<(u64, Vec<PageId>)>>,
+    /// Posted reads that have not ended well.
+    pub out: RefCell<Vec<OutRead>>,
     checks: RefCell<VecDeque<Check>>,
-    moved: Cell<u64>,
+    /// Since when the waiter knows that it has failed.
+    failed_at: Cell<Option<Nanos>>,
+    pub began_at: Nanos,
+    /// When the driver looks next if nobody rings it.
+    looks_at: Cell<Nanos>,
     /// The lease whose places the copy queue knows.
     pub learnt: Cell<Option<(ChannelId, u64)>>,
     pub news: RefCell<VecDeque<MigrationEvent>>,
@@ -91,10 +77,11 @@ impl AttemptCell {
             events: RefCell::default(),
             feeding: Cell::new(false),
             targets: RefCell::new(targets),
-            reads: RefCell::default(),
-            unquiet: RefCell::default(),
+            out: RefCell::default(),
             checks: RefCell::default(),
-            moved: Cell::new(0),
+            failed_at: Cell::new(None),
+            began_at: inner.hub.now(),
+            looks_at: Cell::new(Nanos(0)),
             learnt: Cell::new(None),
             news: RefCell::default(),
             waiter_gone: Cell::new(false),
@@ -114,6 +101,11 @@ impl AttemptCell {
 
     pub(super) fn lease_live(&self) -> Option<u64> {
         self.machine.borrow().lease_live()
+    }
+
+    /// A look at the machine, for people.
+    pub(super) fn look<T>(&self, look: impl FnOnce(&Attempt) -> T) -> T {
+        look(&self.machine.borrow())
     }
 
     pub(super) fn lease_granted(&self) -> Option<(u64, u32)> {
@@ -144,19 +136,62 @@ impl AttemptCell {
             }
         }
         self.feeding.set(false);
+        // A frame may have begun a stage that ends before the driver would look.
+        if self.next_look(inner.hub.now()) < self.looks_at.get() {
+            self.driver_bell.ring();
+        }
     }
 
-    /// Before a stage limit is judged: has the connection moved since the last look?
+    /// When something last moved for it, bytes on its channel included.
+    pub(super) fn moved_at(&self, inner: &Inner) -> Nanos {
+        let told = self.machine.borrow().moved_at();
+        if let Some(pages) = &inner.pages
+            && let PullPath::Open(channel) = self.session.pull_path()
+            && self.phase() == AttemptPhase::Pulling
+        {
+            return told.max(pages.moved_at(channel));
+        }
+        told
+    }
+
+    /// Before a stage limit is judged: when did bytes last move, of its own channel, or of any
+    /// if it waits for what all of them share (PROTOCOL L2)?
     fn look_if_moved(&self, inner: &Inner, effects: &mut Vec<PullEffect>) {
-        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path())
-        else {
+        let Some(pages) = &inner.pages else {
             return;
         };
-        let bytes = pages.moved(channel);
-        if bytes != self.moved.replace(bytes) {
-            let now = inner.hub.now();
-            self.machine.borrow_mut().on(now, PullEvent::Moved, effects);
+        let channel_of = |session: &Session| match session.pull_path() {
+            PullPath::Open(channel) => Some(channel),
+            PullPath::None => None,
+        };
+        let own = channel_of(&self.session);
+        let mut at = own.map_or(Nanos(0), |channel| pages.moved_at(channel));
+        let short = (inner.credits.borrow()).short_of_peer(self.session.number, own);
+        if short == Some(Short::Shard) {
+            let sessions = inner.sessions.borrow();
+            let all = sessions.values().filter_map(|session| channel_of(session));
+            at = all
+                .map(|channel| pages.moved_at(channel))
+                .max()
+                .unwrap_or(at);
         }
+        let now = inner.hub.now();
+        (self.machine.borrow_mut()).on(now, PullEvent::Moved(at), effects);
+    }
+
+    /// News for the machine while it is being fed, or soon.
+    pub(super) fn events_push(&self, event: PullEvent) {
+        self.events.borrow_mut().push_back(event);
+    }
+
+    pub(super) fn ring_driver(&self) {
+        self.driver_bell.ring();
+    }
+
+    /// A run of the targets.
+    pub(super) fn target_run(&self, from: usize, count: usize) -> Option<Vec<PageId>> {
+        let targets = self.targets.borrow();
+        targets.get(from..from + count).map(<[PageId]>::to_vec)
     }
 
     fn perform(&self, inner: &Inner, effect: PullEffect) {
@@ -176,7 +211,7 @@ impl AttemptCell {
                     lease,
                     epoch,
                 };
-                self.session.post_or_wait(inner, self, post);
+                self.session.queue_read(inner, self, post);
             }
             PullEffect::Check { first, checksums } => {
                 self.checks
@@ -186,14 +221,14 @@ impl AttemptCell {
             }
             PullEffect::StopReads => {
                 self.checks.borrow_mut().clear();
-                // Dropping the completions cancels their slots; the guards stay with those.
-                let reads = self.reads.take();
-                drop(reads);
+                self.stop_reads(inner);
                 if self.is_quiet(inner) {
-                    self.events.borrow_mut().push_back(PullEvent::Quiet);
+                    let quiet = self.quiet_event(inner);
+                    self.events_push(quiet);
                 }
                 self.driver_bell.ring();
             }
+            PullEffect::EndSession => self.session.request_end(RefuseReason::ChannelStuck, false),
             PullEffect::News(news) => self.tell(inner, news),
             PullEffect::Ended { free } => self.ended(inner, free),
         }
@@ -211,7 +246,15 @@ impl AttemptCell {
                 }
             }
             PullNews::Failed(error) => {
-                inner.count(|counters| counters.attempts_failed += 1);
+                self.failed_at.set(Some(inner.hub.now()));
+                let late = self.machine.borrow().limit_late();
+                inner.count(|counters| {
+                    counters.attempts_failed += 1;
+                    if let Some(late) = late {
+                        counters.attempts_at_limit += 1;
+                        counters.limit_late_max = counters.limit_late_max.max(late);
+                    }
+                });
                 MigrationEvent::Failed(error)
             }
         };
@@ -243,7 +286,11 @@ impl AttemptCell {
         } else {
             self.targets.take();
         }
-        self.unquiet.borrow_mut().clear();
+        if let Some(failed_at) = self.failed_at.take() {
+            let span = inner.hub.now().since(failed_at);
+            inner.count(|counters| counters.pages_back_max = counters.pages_back_max.max(span));
+        }
+        self.forget_reads(inner);
         self.driver_bell.ring();
     }
 
@@ -255,98 +302,6 @@ impl AttemptCell {
         let targets = self.targets.take();
         if let Some(pages) = inner.pages.as_ref().filter(|_| !targets.is_empty()) {
             pages.ledger.with(|ledger| ledger.free(&targets));
-        }
-    }
-
-    /// Whether nothing that was posted can touch a target any more, or its page is quarantined.
-    fn is_quiet(&self, inner: &Inner) -> bool {
-        let Some(pages) = &inner.pages else {
-            return true;
-        };
-        let unquiet = self.unquiet.borrow();
-        pages.ledger.with(|ledger| {
-            unquiet.iter().flat_map(|(_, run)| run).all(|page| {
-                ledger.named(*page) == 0 || ledger.state(*page) == PageState::Quarantined
-            })
-        })
-    }
-
-    /// Posts one read; `false` when it could not be.
-    pub(super) fn post(&self, inner: &Inner, post: PostArgs) -> bool {
-        let (Some(pages), PullPath::Open(channel)) = (&inner.pages, self.session.pull_path())
-        else {
-            return false;
-        };
-        let into: Vec<PageId> = {
-            let targets = self.targets.borrow();
-            let from = post.first as usize;
-            match targets.get(from..from + post.count as usize) {
-                Some(run) => run.to_vec(),
-                None => return false,
-            }
-        };
-        let guards = pages
-            .ledger
-            .with(|ledger| ledger.guard(into.iter().copied()));
-        let wait = match inner.hub.begin("peer.read", self.deadline, Some(guards)) {
-            Ok(wait) => wait,
-            Err(full) => {
-                if let Some(guards) = full.guards {
-                    pages.ledger.with(|ledger| ledger.release(guards));
-                }
-                return false;
-            }
-        };
-        inner.hub.set_owner(wait.slot(), self.id().request.counter);
-        // From here on the slot holds the guards: the run counts as unquiet until its good end.
-        self.unquiet.borrow_mut().push((post.read, into.clone()));
-        let Ok(work) = inner.hub.reserve(wait.slot(), channel, 1) else {
-            return false;
-        };
-        let read = Read {
-            lease: post.lease,
-            epoch: post.epoch,
-            first: post.first,
-            into,
-        };
-        let posted = match channel.kind {
-            ChannelKind::SharedMemory => pages.shm.borrow_mut().post(channel, work, vec![read]),
-            _ => {
-                pages.shm.borrow_mut().inner_mut().forget_sums(&read.into);
-                pages.transport.borrow_mut().post(channel, work, vec![read])
-            }
-        };
-        if let Err(failed) = posted {
-            inner.hub.unpost(work, 1, failed.code);
-            return false;
-        }
-        self.reads.borrow_mut().push((post.read, wait));
-        self.driver_bell.ring();
-        true
-    }
-
-    /// Takes the results of reads that have ended.
-    fn poll_reads(&self, cx: &mut Context<'_>) -> Vec<(u64, Result<(), EndReason>)> {
-        let mut ended = Vec::new();
-        self.reads
-            .borrow_mut()
-            .retain_mut(|(read, wait)| match Pin::new(wait).poll(cx) {
-                Poll::Pending => true,
-                Poll::Ready(result) => {
-                    ended.push((*read, result));
-                    false
-                }
-            });
-        ended
-    }
-
-    fn read_ended(&self, inner: &Inner, read: u64, result: Result<(), EndReason>) {
-        match result {
-            Ok(()) => {
-                self.unquiet.borrow_mut().retain(|(kept, _)| *kept != read);
-                self.feed(inner, PullEvent::ReadDone(read));
-            }
-            Err(reason) => self.feed(inner, PullEvent::ReadEnded(read, reason)),
         }
     }
 
@@ -401,23 +356,27 @@ impl AttemptCell {
         true
     }
 
+    /// What to tell the machine once nothing can touch a target any more.
+    fn quiet_event(&self, inner: &Inner) -> PullEvent {
+        match self.is_stuck(inner) {
+            true => PullEvent::Stuck,
+            false => PullEvent::Quiet,
+        }
+    }
+
     fn next_look(&self, now: Nanos) -> Nanos {
-        let tick = self.machine.borrow().next_tick(now);
         match self.phase() {
-            AttemptPhase::Pulling if !self.unquiet.borrow().is_empty() => {
-                tick.min(now.after(MOVED_LOOK))
-            }
             AttemptPhase::Stopping => now.after(QUIET_LOOK),
             AttemptPhase::Asked
             | AttemptPhase::Pulling
             | AttemptPhase::Committing
-            | AttemptPhase::Ended => tick,
+            | AttemptPhase::Ended => self.machine.borrow().next_tick(now),
         }
     }
 }
 
 enum DriverWake {
-    Reads(Vec<(u64, Result<(), EndReason>)>),
+    Reads(ReadNews),
     Bell(Woken),
 }
 
@@ -428,7 +387,8 @@ pub(super) async fn drive(inner: Rc<Inner>, cell: Rc<AttemptCell>) {
         match cell.phase() {
             AttemptPhase::Ended => return,
             AttemptPhase::Stopping if cell.is_quiet(&inner) => {
-                cell.feed(&inner, PullEvent::Quiet);
+                let quiet = cell.quiet_event(&inner);
+                cell.feed(&inner, quiet);
                 continue;
             }
             AttemptPhase::Asked
@@ -437,19 +397,25 @@ pub(super) async fn drive(inner: Rc<Inner>, cell: Rc<AttemptCell>) {
             | AttemptPhase::Stopping => {}
         }
         let until = cell.next_look(inner.hub.now());
+        cell.looks_at.set(until);
         let wake = {
             let mut bell = pin!(cell.driver_bell.wait(until));
             poll_fn(|cx| {
-                let ended = cell.poll_reads(cx);
-                if !ended.is_empty() {
-                    return Poll::Ready(DriverWake::Reads(ended));
+                if let Some(news) = cell.poll_reads(&inner, cx) {
+                    return Poll::Ready(DriverWake::Reads(news));
                 }
                 bell.as_mut().poll(cx).map(DriverWake::Bell)
             })
             .await
         };
         match wake {
-            DriverWake::Reads(ended) => {
+            DriverWake::Reads(ReadNews { ended, owed }) => {
+                if !owed.is_empty() {
+                    inner.check_pull_path(&cell.session);
+                }
+                for post in owed {
+                    cell.session.queue_read(&inner, &cell, post);
+                }
                 for (read, result) in ended {
                     cell.read_ended(&inner, read, result);
                 }
@@ -460,51 +426,6 @@ pub(super) async fn drive(inner: Rc<Inner>, cell: Rc<AttemptCell>) {
             DriverWake::Bell(Woken::NoSlot) => {
                 inner.shard.sleep(QUIET_LOOK).await;
                 cell.feed(&inner, PullEvent::Tick);
-            }
-        }
-    }
-}
-
-impl Session {
-    /// Posts a read, or queues it behind those that wait for room on the data connection.
-    fn post_or_wait(&self, inner: &Inner, cell: &AttemptCell, post: PostArgs) {
-        let room = self.waiting.borrow().is_empty() && self.room(inner) > 0;
-        if !room && self.is_live() {
-            let attempt = self.attempts.borrow().get(&cell.id()).map(Rc::downgrade);
-            if let Some(attempt) = attempt {
-                self.waiting.borrow_mut().push_back((attempt, post));
-            }
-        } else if !cell.post(inner, post) {
-            cell.feed(inner, PullEvent::NotPosted(post.read));
-        }
-    }
-
-    fn room(&self, inner: &Inner) -> usize {
-        match (&inner.pages, self.pull_path()) {
-            (Some(pages), PullPath::Open(channel)) => pages.room(channel),
-            // Without a connection a post fails at once, which is what should happen.
-            (None, _) | (Some(_), PullPath::None) => 1,
-        }
-    }
-
-    /// Posts what waits, as far as there is room.
-    pub(super) fn pump(&self, inner: &Inner) {
-        while self.room(inner) > 0 {
-            let next = self.waiting.borrow_mut().pop_front();
-            let Some((attempt, post)) = next else { break };
-            let Some(attempt) = attempt.upgrade() else {
-                continue;
-            };
-            match attempt.phase() {
-                AttemptPhase::Pulling => {
-                    if !attempt.post(inner, post) {
-                        attempt.feed(inner, PullEvent::NotPosted(post.read));
-                    }
-                }
-                AttemptPhase::Asked
-                | AttemptPhase::Committing
-                | AttemptPhase::Stopping
-                | AttemptPhase::Ended => {}
             }
         }
     }

@@ -24,6 +24,7 @@ mod hub;
 mod migrate;
 mod migration;
 mod path;
+mod reads;
 mod serve;
 mod session;
 mod wait;
@@ -34,8 +35,8 @@ pub use crate::session::{
     AbortReason, AttemptId, PeerKey, RefuseReason, RequestId, Role, ServiceRefusal as Refusal,
 };
 pub use config::{
-    IncomingPrefill, PeerConfig, PeerCounters, PeerEvents, PeerLimits, PeerParts, PeerState,
-    PeerView, PrefillAsk, PrefillError, PrefillService, SendError, TransportChoice,
+    IncomingPrefill, PathCounters, PeerConfig, PeerCounters, PeerEvents, PeerLimits, PeerParts,
+    PeerState, PeerView, PrefillAsk, PrefillError, PrefillService, SendError, TransportChoice,
 };
 pub use entropy::{fresh_incarnation, fresh_key};
 pub use hub::{AttemptView, PeerHub};

@@ -80,14 +80,6 @@ impl Pages {
         }
     }
 
-    /// Bytes that a channel has moved.
-    pub(super) fn moved(&self, channel: ChannelId) -> u64 {
-        match channel.kind {
-            ChannelKind::SharedMemory => self.shm.borrow().inner().bytes_copied(channel),
-            _ => self.transport.borrow().inner().bytes_received(channel),
-        }
-    }
-
     pub(super) fn is_open(&self, channel: ChannelId) -> bool {
         let state = match channel.kind {
             ChannelKind::SharedMemory => self.shm.borrow().inner().channel_state(channel),
@@ -295,6 +287,7 @@ impl Inner {
             ShmPath::Open(channel) => self.hub.close_channel(channel),
         }
         self.count(|counters| counters.path_fallbacks += 1);
+        session.fallbacks.set(session.fallbacks.get() + 1);
         let path = match session.tcp_out.get() {
             true => "",
             false => "tcp",
@@ -309,6 +302,9 @@ impl Inner {
     /// the session ends and is made anew.
     pub(super) fn mismatched(&self, session: &Session) {
         self.count(|counters| counters.checksum_mismatches += 1);
+        session
+            .mismatches_seen
+            .set(session.mismatches_seen.get() + 1);
         let seen = session.mismatches.get() + 1;
         session.mismatches.set(seen);
         if seen < self.config.limits.mismatches_max {

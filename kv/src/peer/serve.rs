@@ -6,7 +6,7 @@ use super::migrate::CHECK_BYTES_PER_TURN;
 use super::session::Session;
 use crate::checksum::page_checksum;
 use crate::lease::{AskVerdict, GrantError, LeaseTable, PeerSession, ReadRefusal};
-use crate::ledger::{Ledger, LedgerCell, PageState};
+use crate::ledger::LedgerCell;
 use crate::pool::PageId;
 use crate::session::frame::{PAYLOAD_BYTES_MAX, RefusedKind};
 use crate::session::{AbortReason, AttemptId, Frame, ServiceRefusal};
@@ -67,9 +67,11 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// All pages of the prompt are reserved (state Building, Ready or, if the caller has done
-    /// that step, Leased). From an `Ok` on they are the lease table's, which gives them back to the ledger; the engine goes on writing
-    /// them until it completes or is cancelled.
+    /// All pages of the prompt are reserved; `pages` are those after the ones that the peer
+    /// holds, each a share of the caller's in state Building, Ready or Leased (to others). From
+    /// an `Ok` on that share is the lease table's, which gives it back to the ledger; the engine
+    /// goes on writing those that are not whole until it completes or is cancelled. Watermarks
+    /// and `complete` count within `pages`.
     ///
     /// # Errors
     /// The pages, when the attempt is over already, granted before, or they are in another
@@ -79,18 +81,9 @@ impl Publisher {
         let Some(parts) = &self.inner.pages else {
             return refuse(pages, GrantError::Ended);
         };
-        let leased_now = parts.ledger.with(|ledger| {
-            let all = |ledger: &Ledger| {
-                (pages.iter()).all(|page| ledger.state(*page) == PageState::Leased)
-            };
-            match all(ledger) {
-                true => Some(false),
-                false => ledger.lease(&pages).is_ok().then_some(true),
-            }
-        });
-        let Some(leased_now) = leased_now else {
+        if parts.ledger.with(|ledger| ledger.lease(&pages)).is_err() {
             return refuse(pages, GrantError::NotReserved);
-        };
+        }
         let Producer { session, id, .. } = *self.producer;
         let now = self.inner.hub.now();
         let granted = self
@@ -105,10 +98,8 @@ impl Publisher {
                 Ok(())
             }
             Err(error) => {
-                if leased_now {
-                    let undone = parts.ledger.with(|ledger| ledger.unlease(&pages));
-                    debug_assert!(undone.is_ok(), "leased in this very call");
-                }
+                let undone = parts.ledger.with(|ledger| ledger.unlease(&pages));
+                debug_assert!(undone.is_ok(), "leased in this very call");
                 refuse(pages, error)
             }
         }
@@ -155,7 +146,7 @@ impl Publisher {
         }
     }
 
-    /// The prefill is whole: `pages` pages, `tail_tokens` tokens in the last one.
+    /// The prefill is whole: `pages` granted pages, `tail_tokens` tokens in the last one.
     pub fn complete(mut self, pages: usize, tail_tokens: usize) {
         self.settled = true;
         let granted = self.producer.pages.borrow().len();
@@ -228,6 +219,7 @@ impl Inner {
         session: &Rc<Session>,
         id: AttemptId,
         left_ns: u64,
+        held_pages: u32,
         prompt: Vec<u32>,
         payload: Vec<u8>,
     ) {
@@ -283,6 +275,7 @@ impl Inner {
             peer: session.peer.node_id.clone(),
             request: id.request,
             attempt: id.attempt,
+            held_pages,
             prompt,
             payload,
             deadline,

@@ -5,11 +5,12 @@
 //! events) and runs at the top of a task, where nothing is borrowed.
 
 use super::config::TransportChoice;
-use super::config::{PeerState, PeerView};
+use super::config::{PathCounters, PeerState, PeerView};
 use super::hub::Inner;
-use super::migrate::{AttemptCell, PostArgs};
+use super::migrate::AttemptCell;
 use super::path::ShmPath;
 use super::wait::{Bell, Either, Woken, race, within};
+use crate::credits::PeerCredits;
 use crate::lease::PeerSession;
 use crate::pull::PullEvent;
 use crate::session::seal::FrameStream;
@@ -22,7 +23,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::time::Duration;
 
 /// Bytes one read of a control connection takes: a quarter of a full watermark frame's worst
@@ -92,8 +93,13 @@ pub(super) struct Session {
     pub data_bell: Bell,
     pub grant_highest: Cell<u64>,
     pub renewed_at: Cell<Nanos>,
-    /// Posts that wait for room on the data connection, oldest first.
-    pub waiting: RefCell<VecDeque<(Weak<AttemptCell>, PostArgs)>>,
+    /// Reads posted (once), posted again, and bytes of those that came in, since the start.
+    pub reads: Cell<u64>,
+    pub reposts: Cell<u64>,
+    pub bytes_pulled: Cell<u64>,
+    /// Times that its path was changed, and pages that did not match.
+    pub fallbacks: Cell<u64>,
+    pub mismatches_seen: Cell<u64>,
     /// Migrations from this peer.
     pub attempts: RefCell<BTreeMap<crate::session::AttemptId, Rc<AttemptCell>>>,
 }
@@ -138,7 +144,11 @@ impl Session {
             data_bell: Bell::new(&inner.hub, "peer.data"),
             grant_highest: Cell::new(0),
             renewed_at: Cell::new(now),
-            waiting: RefCell::default(),
+            reads: Cell::new(0),
+            reposts: Cell::new(0),
+            bytes_pulled: Cell::new(0),
+            fallbacks: Cell::new(0),
+            mismatches_seen: Cell::new(0),
             attempts: RefCell::default(),
         }
     }
@@ -203,7 +213,7 @@ impl Session {
         self.outbox_bell.ring();
     }
 
-    pub(super) fn view(&self, pulls: bool) -> PeerView {
+    pub(super) fn view(&self, pulls: bool, credits: PeerCredits) -> PeerView {
         let state = match (self.is_live(), self.pulse()) {
             (false, _) | (true, Pulse::Dead) => PeerState::Dead,
             (true, Pulse::Alive) => PeerState::Up,
@@ -228,6 +238,14 @@ impl Session {
             path,
             can_pull: can_pull && pulls && state == PeerState::Up,
             in_flight: self.attempts.borrow().len(),
+            moved: PathCounters {
+                reads: self.reads.get(),
+                bytes: self.bytes_pulled.get(),
+                reposts: self.reposts.get(),
+                mismatches: self.mismatches_seen.get(),
+                fallbacks: self.fallbacks.get(),
+            },
+            credits,
         }
     }
 
@@ -393,7 +411,7 @@ impl Inner {
             .borrow_mut()
             .session_ended(now, session.number, &mut effects);
         self.perform(effects);
-        session.waiting.take();
+        self.credits.borrow_mut().forget(session.number);
         let attempts: Vec<_> = session.attempts.borrow().values().cloned().collect();
         for attempt in attempts {
             attempt.feed(self, PullEvent::SessionEnded);

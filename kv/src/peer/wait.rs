@@ -125,7 +125,8 @@ impl Future for BellWait<'_> {
                         | EndReason::Cancelled
                         | EndReason::SessionEnded
                         | EndReason::CompleterDropped
-                        | EndReason::ChannelKilled,
+                        | EndReason::ChannelKilled
+                        | EndReason::ChannelStuck,
                     ),
                 ) => Woken::Rung,
             },

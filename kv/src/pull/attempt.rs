@@ -37,6 +37,11 @@ pub struct Attempt {
     sign_by: Nanos,
     byte_by: Nanos,
     answer_by: Nanos,
+    /// When something last moved for it: a frame of its prefill, a byte of its pages, or of what
+    /// is ahead of them.
+    moved_at: Nanos,
+    /// How late the limit that ended it was noticed.
+    limit_late: Option<Duration>,
     resend_at: Option<Nanos>,
     fence_asked: Option<u64>,
     session_up: bool,
@@ -69,6 +74,8 @@ impl Attempt {
             sign_by: now.after(limits.pair),
             byte_by: now,
             answer_by: now,
+            moved_at: now,
+            limit_late: None,
             resend_at: None,
             fence_asked: None,
             session_up: true,
@@ -85,13 +92,41 @@ impl Attempt {
         self.phase
     }
 
-    /// The lease that a renewal must list: granted, and not yet released or committed.
+    /// The lease that a renewal must list: granted, and not yet released or committed. One that
+    /// is not listed counts as released (PROTOCOL L2), so it is listed for as long as a read may
+    /// be out; that something moves for it is what the stage limits see to: they are below any
+    /// ttl, and without a sign of life, a byte of its own or of what is ahead of it in the
+    /// credit queue they end the attempt.
     pub fn lease_live(&self) -> Option<u64> {
         match self.phase {
             AttemptPhase::Pulling | AttemptPhase::Committing | AttemptPhase::Stopping => {
                 self.lease.map(|lease| lease.number)
             }
             AttemptPhase::Asked | AttemptPhase::Ended => None,
+        }
+    }
+
+    /// How long after its limit (a stage's or the request's) it was ended, if one ended it.
+    pub fn limit_late(&self) -> Option<Duration> {
+        self.limit_late
+    }
+
+    /// When something last moved for it.
+    pub fn moved_at(&self) -> Nanos {
+        self.moved_at
+    }
+
+    /// Reads that are posted or wait for a credit.
+    pub fn reads_out(&self) -> usize {
+        self.runs.reads_out()
+    }
+
+    /// When the present stage ends at the latest, as far as is known now.
+    pub fn limit(&self, now: Nanos) -> Nanos {
+        match self.phase {
+            AttemptPhase::Asked | AttemptPhase::Pulling => self.next_tick(now),
+            AttemptPhase::Committing => self.answer_by.min(self.deadline),
+            AttemptPhase::Stopping | AttemptPhase::Ended => self.deadline,
         }
     }
 
@@ -176,7 +211,7 @@ impl Attempt {
                     pages,
                 });
                 self.phase = AttemptPhase::Pulling;
-                self.sign_by = now.after(self.limits.prefill_silence);
+                self.sign(now);
                 if pages != self.targets {
                     // Fewer would leave pages that nobody wrote; more have no place.
                     let reason = FailReason::Violation("granted other than the prompt's pages");
@@ -188,7 +223,7 @@ impl Attempt {
             PullEvent::Refused { refusal, code } => self.fail(refused(refusal, code), out),
             PullEvent::Aborted(reason) => self.fail(FailReason::Aborted(reason), out),
             PullEvent::FirstToken(payload) => self.first_token(payload, out),
-            PullEvent::Queued => self.sign_by = now.after(self.limits.prefill_silence),
+            PullEvent::Queued => self.sign(now),
             // Only possible when the grant was lost or is late: the pair limit decides.
             PullEvent::Watermark { .. }
             | PullEvent::Complete { .. }
@@ -209,9 +244,11 @@ impl Attempt {
             PullEvent::ReadDone(_)
             | PullEvent::ReadEnded(..)
             | PullEvent::NotPosted(_)
-            | PullEvent::Moved
+            | PullEvent::NoCredit(..)
+            | PullEvent::Moved(_)
             | PullEvent::Checked { .. }
-            | PullEvent::Quiet => {}
+            | PullEvent::Quiet
+            | PullEvent::Stuck => {}
         }
     }
 
@@ -228,14 +265,14 @@ impl Attempt {
                 first,
                 checksums,
             } => self.completed(now, lease, pages, first, &checksums, out),
-            PullEvent::Queued => self.sign_by = now.after(self.limits.prefill_silence),
+            PullEvent::Queued => self.sign(now),
             PullEvent::FirstToken(payload) => {
-                self.sign_by = now.after(self.limits.prefill_silence);
+                self.sign(now);
                 self.first_token(payload, out);
             }
             PullEvent::ReadDone(read) => {
                 if let Some(run) = self.runs.over(read) {
-                    self.byte_by = now.after(self.limits.pull_silence);
+                    self.bytes_moved(now);
                     let from = run.first as usize;
                     out.push(PullEffect::Check {
                         first: run.first,
@@ -254,7 +291,12 @@ impl Attempt {
                     self.fail(FailReason::NoPost, out);
                 }
             }
-            PullEvent::Moved => self.byte_by = now.after(self.limits.pull_silence),
+            PullEvent::NoCredit(read, error) => {
+                if self.runs.over(read).is_some() {
+                    self.fail(FailReason::NoCredit(error), out);
+                }
+            }
+            PullEvent::Moved(at) => self.bytes_moved(at),
             PullEvent::Checked {
                 wrong: Some(page), ..
             } => self.fail(FailReason::Checksum(page), out),
@@ -287,7 +329,7 @@ impl Attempt {
             PullEvent::CommitAnswer { .. } => {
                 self.fail(FailReason::Violation("COMMIT answered, not sent"), out);
             }
-            PullEvent::Quiet => {}
+            PullEvent::Quiet | PullEvent::Stuck => {}
         }
     }
 
@@ -341,15 +383,28 @@ impl Attempt {
             | PullEvent::ReadDone(_)
             | PullEvent::ReadEnded(..)
             | PullEvent::NotPosted(_)
-            | PullEvent::Moved
+            | PullEvent::NoCredit(..)
+            | PullEvent::Moved(_)
             | PullEvent::Checked { .. }
-            | PullEvent::Quiet => {}
+            | PullEvent::Quiet
+            | PullEvent::Stuck => {}
         }
     }
 
     fn on_stopping(&mut self, event: PullEvent, out: &mut Vec<PullEffect>) {
         match event {
             PullEvent::Quiet => self.end_quiet(out),
+            PullEvent::Stuck => {
+                // RELEASE is the fence where reads are one-sided (PROTOCOL L7), and a post that
+                // was never proven over may still read the peer's pages. So neither RELEASE nor
+                // an answer to FENCE? is sent: the session ends, the peer destroys its channels
+                // to us first and frees its pages then (S3). Our pages are quarantined.
+                if self.session_up {
+                    self.session_up = false;
+                    out.push(PullEffect::EndSession);
+                }
+                self.end_quiet(out);
+            }
             PullEvent::FenceQuery { lease } => self.fence_asked = Some(lease),
             PullEvent::SessionEnded => self.session_up = false,
             // The waiter has had its answer; nothing changes it.
@@ -365,7 +420,8 @@ impl Attempt {
             | PullEvent::ReadDone(_)
             | PullEvent::ReadEnded(..)
             | PullEvent::NotPosted(_)
-            | PullEvent::Moved
+            | PullEvent::NoCredit(..)
+            | PullEvent::Moved(_)
             | PullEvent::Checked { .. }
             | PullEvent::Cancel
             | PullEvent::Tick => {}
@@ -402,7 +458,7 @@ impl Attempt {
         if known + fresh.len() > ours.pages as usize || (self.complete && !fresh.is_empty()) {
             return self.fail(FailReason::Violation("a watermark beyond the lease"), out);
         }
-        self.sign_by = now.after(self.limits.prefill_silence);
+        self.sign(now);
         self.checksums.extend_from_slice(fresh);
         self.post_ready(now, out);
     }
@@ -479,7 +535,23 @@ impl Attempt {
         }
     }
 
-    fn overdue(&self, now: Nanos, limit: Nanos) -> Option<FailReason> {
+    /// The prefill node has shown a sign of life.
+    fn sign(&mut self, now: Nanos) {
+        self.sign_by = now.after(self.limits.prefill_silence);
+        self.moved_at = self.moved_at.max(now);
+    }
+
+    /// Bytes moved at `at`, which may lie in the past.
+    fn bytes_moved(&mut self, at: Nanos) {
+        self.byte_by = self.byte_by.max(at.after(self.limits.pull_silence));
+        self.moved_at = self.moved_at.max(at);
+    }
+
+    fn overdue(&mut self, now: Nanos, limit: Nanos) -> Option<FailReason> {
+        let limit = limit.min(self.deadline);
+        if now >= limit {
+            self.limit_late = Some(now.since(limit));
+        }
         if now >= self.deadline {
             Some(FailReason::RequestDeadline)
         } else if now >= limit {
@@ -513,6 +585,7 @@ impl Attempt {
             | FailReason::SessionEnded
             | FailReason::Read(_)
             | FailReason::NoPost
+            | FailReason::NoCredit(_)
             | FailReason::Checksum(_)
             | FailReason::CommitRefused(_)
             | FailReason::Fenced

@@ -1,9 +1,10 @@
 //! The words of an attempt: limits, events, effects, news, phases.
 
 use super::failure::MigrationError;
+use crate::credits::CreditError;
 use crate::session::frame::RefusedKind;
 use crate::session::{AbortReason, CommitOutcome, Frame};
-use kvserve_runtime::EndReason;
+use kvserve_runtime::{EndReason, Nanos};
 use std::time::Duration;
 
 /// Stage limits (PROTOCOL R4) and bounds of an attempt.
@@ -13,7 +14,7 @@ pub struct PullLimits {
     pub pair: Duration,
     /// Without a watermark or a queue heartbeat.
     pub prefill_silence: Duration,
-    /// Without a finished read while reads are out.
+    /// Without a byte while reads are out.
     pub pull_silence: Duration,
     /// For the answer to COMMIT, at most a quarter of what is left.
     pub commit: Duration,
@@ -72,16 +73,22 @@ pub enum PullEvent {
     ReadEnded(u64, EndReason),
     /// A read could not be posted.
     NotPosted(u64),
-    /// The data connection moved bytes, of this transfer or of one ahead of it.
-    Moved,
+    /// A read got no place in the credit queue.
+    NoCredit(u64, CreditError),
+    /// Bytes last moved at this time: of this transfer, or of one ahead of it (PROTOCOL L2). Told
+    /// before a `Tick`, and when a read was posted again.
+    Moved(Nanos),
     /// These pages were compared with their checksums; the first that differs, if any.
     Checked { count: u32, wrong: Option<u32> },
     /// The migration was dropped.
     Cancel,
     /// The session ended.
     SessionEnded,
-    /// No post names the target pages any more (or they are quarantined).
+    /// No post names the target pages any more.
     Quiet,
+    /// Nor ever will anybody know: a channel could not be proven quiet, and the pages that its
+    /// posts name are quarantined.
+    Stuck,
     /// Time has passed.
     Tick,
 }
@@ -130,6 +137,8 @@ pub enum PullEffect {
     StopReads,
     /// Tell the waiter.
     News(PullNews),
+    /// End the session with the peer: see `Attempt`'s way out when stuck.
+    EndSession,
     /// The attempt is over. `free`: give the target pages back to the ledger; otherwise they
     /// are the waiter's.
     Ended {

@@ -1,5 +1,6 @@
 //! How an attempt fails: stage, reason, and what a retry may try.
 
+use crate::credits::CreditError;
 use crate::session::{AbortReason, CommitOutcome};
 use kvserve_runtime::EndReason;
 use std::fmt;
@@ -67,6 +68,8 @@ pub enum FailReason {
     Read(EndReason),
     /// No read could be posted: slots, ring or data connection are missing.
     NoPost,
+    /// A read got no place in the credit queue.
+    NoCredit(CreditError),
     /// A page's bytes are not what the prefill node wrote; the page, counted within the prompt.
     Checksum(u32),
     /// COMMIT was answered, not with OK.
@@ -120,6 +123,7 @@ impl FailReason {
             FailReason::SessionEnded => "peer_lost",
             FailReason::Read(_) => "read_failed",
             FailReason::NoPost => "no_post",
+            FailReason::NoCredit(error) => error.label(),
             FailReason::Checksum(_) => "checksum",
             FailReason::CommitRefused(_) => "commit_refused",
             FailReason::Fenced => "fenced",
@@ -144,6 +148,7 @@ impl FailReason {
             FailReason::Read(_) => Retry::SamePair,
             FailReason::StageLimit
             | FailReason::NoPost
+            | FailReason::NoCredit(_)
             | FailReason::Busy { .. }
             | FailReason::Draining
             | FailReason::Aborted(_)
@@ -180,6 +185,10 @@ pub struct MigrationError {
 impl MigrationError {
     /// An error at `stage` for `reason`.
     pub fn new(stage: Stage, reason: FailReason) -> Self {
+        let said = match reason {
+            FailReason::NoCredit(error) => error.to_string(),
+            other => format!("{other:?}"),
+        };
         let retry_after = match reason {
             FailReason::Busy { retry_ms } => Some(Duration::from_millis(retry_ms.into())),
             _ => None,
@@ -189,7 +198,7 @@ impl MigrationError {
             reason,
             retry: reason.retry(),
             retry_after,
-            message: format!("migration failed at {}: {reason:?}", stage.label()),
+            message: format!("migration failed at {}: {said}", stage.label()),
         }
     }
 

@@ -1,9 +1,11 @@
 //! Every edge of an attempt.
 
 use super::*;
+use crate::credits::CreditError;
 use crate::session::frame::RefusedKind;
 use crate::session::{AbortReason, AttemptId, CommitOutcome, Frame, RequestId};
 use kvserve_runtime::{EndReason, Nanos};
+use std::time::Duration;
 
 fn ms(value: u64) -> Nanos {
     Nanos(value * 1_000_000)
@@ -277,7 +279,7 @@ fn each_stage_ends_at_its_limit() {
     bed.watermark(10, 0, &[1, 2, 3]);
     bed.take();
     bed.on(900, PullEvent::ReadDone(0));
-    bed.on(1800, PullEvent::Moved);
+    bed.on(1800, PullEvent::Moved(ms(1800)));
     bed.on(2799, PullEvent::Tick);
     assert_eq!(bed.failure(), None);
     bed.on(2800, PullEvent::Tick);
@@ -593,4 +595,56 @@ fn each_reason_has_a_label_of_its_own() {
     ];
     let labels: std::collections::BTreeSet<_> = reasons.iter().map(|r| r.label()).collect();
     assert_eq!(labels.len(), reasons.len());
+}
+
+/// L7: where a post was never proven over, the fence is not sent: the session ends instead.
+#[test]
+fn a_stuck_attempt_sends_no_release_and_ends_its_session() {
+    let mut bed = Bed::pulling();
+    bed.watermark(1, 0, &[1]);
+    bed.on(2, PullEvent::ReadEnded(0, EndReason::ChannelStuck));
+    assert_eq!(
+        bed.failure().map(|error| error.retry),
+        Some(Retry::SamePair)
+    );
+    bed.on(2, PullEvent::FenceQuery { lease: LEASE });
+    bed.take();
+    bed.on(3, PullEvent::Stuck);
+    assert_eq!(bed.sent(|_| true), 0, "neither RELEASE nor an answer");
+    assert_eq!(
+        bed.out,
+        [PullEffect::EndSession, PullEffect::Ended { free: true }]
+    );
+}
+
+#[test]
+fn a_read_without_a_credit_fails_the_attempt_with_the_numbers() {
+    let hopeless = CreditError::Hopeless {
+        ahead_bytes: 64 << 20,
+        bytes: 1 << 20,
+        bytes_per_s: 1 << 20,
+        left: Duration::from_secs(9),
+    };
+    let mut bed = Bed::pulling();
+    bed.watermark(1, 0, &[1]);
+    bed.on(1, PullEvent::NoCredit(0, hopeless));
+    let error = bed.failure().expect("failed");
+    assert_eq!(error.reason.label(), "hopeless");
+    assert!(error.message.contains("67108864"), "{}", error.message);
+}
+
+#[test]
+fn what_moved_before_the_limit_was_looked_at_counts_from_then() {
+    let mut bed = Bed::pulling();
+    bed.watermark(0, 0, &[1, 2, 3]);
+    bed.take();
+    // The look comes at the limit, and is told of a byte at 400 ms.
+    bed.on(1000, PullEvent::Moved(ms(400)));
+    bed.on(1000, PullEvent::Tick);
+    assert_eq!(bed.failure(), None);
+    assert_eq!(bed.attempt.next_tick(ms(1000)), ms(1400), "to the tick");
+    bed.on(1400, PullEvent::Moved(ms(400)));
+    bed.on(1403, PullEvent::Tick);
+    bed.fails(Stage::Pull, FailReason::StageLimit);
+    assert_eq!(bed.attempt.limit_late(), Some(Duration::from_millis(3)));
 }

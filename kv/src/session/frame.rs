@@ -157,6 +157,8 @@ pub enum RefuseReason {
     Full = 17,
     /// Settings that must be equal on both sides (the checksum mode) differ.
     Settings = 18,
+    /// A channel to the peer could not be proven quiet: everything between the two is destroyed.
+    ChannelStuck = 19,
 }
 
 impl RefuseReason {
@@ -181,6 +183,7 @@ impl RefuseReason {
             16 => RefuseReason::Forgotten,
             17 => RefuseReason::Full,
             18 => RefuseReason::Settings,
+            19 => RefuseReason::ChannelStuck,
             _ => return None,
         })
     }
@@ -206,6 +209,7 @@ impl RefuseReason {
             RefuseReason::Forgotten => "forgotten",
             RefuseReason::Full => "full",
             RefuseReason::Settings => "settings",
+            RefuseReason::ChannelStuck => "channel_stuck",
         }
     }
 }

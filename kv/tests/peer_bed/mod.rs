@@ -344,6 +344,7 @@ impl Node {
         let ask = PrefillAsk {
             request: self.peers.next_request_id(),
             attempt: 1,
+            held_pages: 0,
             prompt: prompt.to_vec(),
             payload: vec![1, 2, 3],
             into: self.targets(prompt.len()),

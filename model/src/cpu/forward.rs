@@ -622,10 +622,12 @@ impl Forward<'_> {
                 let sequence = &self.step.sequences[self.pass.rows[row].sequence];
                 // SAFETY: these logits are ours.
                 let logits = unsafe { work.logits.write(i, self.model.config.vocab) };
-                let sampled = sequence
-                    .sample
-                    .as_ref()
-                    .map(|spec| own.sampler.choose(logits, spec));
+                let sampled = sequence.sample.as_ref().map(|spec| {
+                    let named = spec.shaping.as_ref().map(|shaping| shaping.history.clone());
+                    let history = named.and_then(|range| self.step.history.get(range));
+                    let history = history.unwrap_or_default();
+                    own.sampler.choose(logits, spec, history)
+                });
                 *work.sampled[which.start + i]
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner) = sampled;

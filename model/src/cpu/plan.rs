@@ -449,7 +449,9 @@ mod tests {
             choice: 0,
             position: 0,
             logprobs: None,
+            min_p: 0.0,
             banned: Vec::new(),
+            shaping: None,
         }
     }
 }

@@ -183,7 +183,9 @@ pub fn greedy(position: usize, logprobs: Option<u8>) -> SampleSpec {
         choice: 0,
         position: position as u32,
         logprobs,
+        min_p: 0.0,
         banned: Vec::new(),
+        shaping: None,
     }
 }
 

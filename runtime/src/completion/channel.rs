@@ -54,6 +54,8 @@ pub(super) struct Channel {
     pub pinned: u64,
     /// Of these, posts whose waiter has ended and that name no memory.
     pub taken_back: u64,
+    /// From this position on nothing took place: the channel is over, for this reason.
+    pub broken: Option<(u64, u32)>,
     busy_since: Nanos,
     busy_retired: u64,
     retired_at: Nanos,
@@ -73,6 +75,7 @@ impl Channel {
             outstanding: 0,
             pinned: 0,
             taken_back: 0,
+            broken: None,
             busy_since: Nanos(0),
             busy_retired: 0,
             retired_at: Nanos(0),
@@ -91,6 +94,7 @@ impl Channel {
         self.rule = StopRule::of(id.kind);
         self.ring = vec![Entry::Void; ring.next_power_of_two()].into_boxed_slice();
         self.busy_retired = 0;
+        self.broken = None;
     }
 
     /// Gives the ring's memory back; nothing may be outstanding.
@@ -136,6 +140,16 @@ impl Channel {
         } else {
             Position::Outstanding
         }
+    }
+
+    /// The source said that nothing from `position` on took place; the first such word counts.
+    pub fn break_at(&mut self, position: u64, code: u32) {
+        self.broken.get_or_insert((position, code));
+    }
+
+    /// Whether the post at `position` is known not to have taken place.
+    pub fn is_flushed(&self, position: u64) -> bool {
+        self.broken.is_some_and(|(first, _)| position >= first)
     }
 
     /// The entry at an unretired position.

@@ -44,6 +44,8 @@ pub struct SlotView {
     pub deadline_left: Duration,
     /// Posts not retired yet, over all channels.
     pub posts_outstanding: u32,
+    /// Posts that ended with their channel and wait to be made again.
+    pub posts_owed: u32,
     /// Whether it still holds guards.
     pub holds_guards: bool,
 }
@@ -68,6 +70,8 @@ pub struct HubCounters {
     pub ended_completer_dropped: u64,
     /// Logical ends by the death of a channel.
     pub ended_channel_killed: u64,
+    /// Logical ends by a channel that could not be proven quiet.
+    pub ended_channel_stuck: u64,
     /// Completions whose slot had already ended, or whose channel is closed: changed nothing.
     pub completions_late: u64,
     /// Completions of a position already retired: changed nothing, killed the channel.
@@ -82,6 +86,12 @@ pub struct HubCounters {
     pub posts_unposted: u64,
     /// Posts that ended with their killed channel, without a completion.
     pub posts_lost: u64,
+    /// Posts that their slot owes again since they ended with a channel that is quiet now.
+    pub posts_owed: u64,
+    /// Of these, posted again.
+    pub posts_reposted: u64,
+    /// Slots that ended because their work had been posted as often as it may.
+    pub slots_out_of_posts: u64,
     /// Posts their source took back after their waiter had ended.
     pub posts_taken_back: u64,
     /// Channels killed.
@@ -112,6 +122,7 @@ impl HubCounters {
             + self.ended_session
             + self.ended_completer_dropped
             + self.ended_channel_killed
+            + self.ended_channel_stuck
     }
 
     pub(super) fn count_end(&mut self, outcome: Result<(), EndReason>) {
@@ -123,6 +134,7 @@ impl HubCounters {
             Err(EndReason::SessionEnded) => &mut self.ended_session,
             Err(EndReason::CompleterDropped) => &mut self.ended_completer_dropped,
             Err(EndReason::ChannelKilled) => &mut self.ended_channel_killed,
+            Err(EndReason::ChannelStuck) => &mut self.ended_channel_stuck,
         };
         *counter += 1;
     }

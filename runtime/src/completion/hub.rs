@@ -201,7 +201,7 @@ impl Hub {
     }
 
     /// Takes a channel down: kill, drain, then quiet or quarantine. Its waiters end at once with
-    /// [`EndReason::ChannelKilled`]. Close a channel once; its number is given out again later.
+    /// [`EndReason::ChannelKilled`], but for those that may post again. Close a channel once; its number is given out again later.
     pub fn close_channel(&self, channel: ChannelId) {
         let now = self.now();
         self.with_core(|core| core.close_channel(channel, now));
@@ -264,6 +264,19 @@ impl Hub {
         // The source may have had nothing to arm when the loop parked.
         self.ring();
         reserved
+    }
+
+    /// The work of this slot may be posted again after the loss of a channel, see
+    /// [`Hub::posts_owed`]; it then outlives the kill.
+    pub fn allow_reposts(&self, slot: SlotId) {
+        self.0.core.borrow_mut().allow_reposts(slot);
+    }
+
+    /// Posts that this slot has to make again: they ended with a channel that is quiet now
+    /// (PROTOCOL E5). Its future's waker is called when there are some. Reserve them on another
+    /// channel with [`Hub::reserve`], under the same slot.
+    pub fn posts_owed(&self, slot: SlotId) -> u32 {
+        self.0.core.borrow_mut().posts_owed(slot)
     }
 
     /// Takes back `count` reserved positions from `first_not_posted` on: the tail of a failed

@@ -136,6 +136,11 @@ pub enum CompletionStatus {
     Success,
     /// It failed; the code is the source's own (an errno, a verbs status, a frame's reason).
     Error(u32),
+    /// It did not take place because its channel is over, and neither did any post after it on
+    /// that channel; the code says why the channel ended. The source may say so of each of them
+    /// or only of the first. The memory it named is quiet only once the channel is (PROTOCOL
+    /// E5): until then the slab counts it as outstanding.
+    Flushed(u32),
 }
 
 /// One completion out of a source's poll.
@@ -162,6 +167,9 @@ pub enum EndReason {
     CompleterDropped,
     /// Its channel was killed by the ladder and the work could not be posted again.
     ChannelKilled,
+    /// Its channel was killed and could not be proven quiet: the memory is quarantined, and the
+    /// work may only be begun anew with other memory (PROTOCOL E5).
+    ChannelStuck,
 }
 
 impl EndReason {
@@ -174,6 +182,7 @@ impl EndReason {
             EndReason::SessionEnded => "session_ended",
             EndReason::CompleterDropped => "completer_dropped",
             EndReason::ChannelKilled => "channel_killed",
+            EndReason::ChannelStuck => "channel_stuck",
         }
     }
 }

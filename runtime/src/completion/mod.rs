@@ -44,5 +44,5 @@ pub use ids::{
 pub use ladder::{DRAIN_BOUND, GRACE, StopRule};
 pub use oneshot::{Completer, OneshotCompletion};
 pub use slab::{Slab, SourceId};
-pub use slot::CHANNELS_PER_SLOT_MAX;
+pub use slot::{CHANNELS_PER_SLOT_MAX, POSTS_PER_SLOT_MAX};
 pub use wheel::{TICK, Wheel};

@@ -15,6 +15,10 @@ use std::task::Waker;
 /// per core pair, and a node pair shares few: 8 leave room for 8 cores a side.
 pub const CHANNELS_PER_SLOT_MAX: usize = 8;
 
+/// Times that the work of one slot is posted at most (PROTOCOL E5): once, and again after the
+/// loss of two channels. A path that loses three within one transfer is no path.
+pub const POSTS_PER_SLOT_MAX: u8 = 3;
+
 /// Places a slab grows by: few growths on the way to thousands, and no place is reused before
 /// its neighbours, so that a stale name needs 2^32 x 256 reuses to fit again.
 const GROWTH: u32 = 256;
@@ -53,6 +57,10 @@ pub(super) struct Slot {
     /// Whether one of its posts was on a channel that got stuck.
     pub stuck: bool,
     pub outstanding: u32,
+    /// Posts that ended with their channel and have to be made again before the slot is done.
+    pub owed: u32,
+    /// Rounds of posting that are left after the present one; `None`: it is never posted again.
+    pub reposts_left: Option<u8>,
     pub shares: [Share; CHANNELS_PER_SLOT_MAX],
     pub guards: Option<GuardToken>,
     pub waker: Option<Waker>,
@@ -71,6 +79,8 @@ impl Slot {
             held: false,
             stuck: false,
             outstanding: 0,
+            owed: 0,
+            reposts_left: None,
             shares: Default::default(),
             guards: None,
             waker: None,

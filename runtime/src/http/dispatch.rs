@@ -9,7 +9,7 @@ use super::request::{Request, RequestBody};
 use super::response::{AnswerBody, Response};
 use super::server::{Server, Stage};
 use hyper::body::{Body, Incoming};
-use hyper::header::{CONNECTION, HeaderValue};
+use hyper::header::{CONNECTION, HeaderValue, TRANSFER_ENCODING};
 use hyper::{Method, StatusCode};
 use std::convert::Infallible;
 use std::future::Future;
@@ -69,6 +69,12 @@ impl Dispatch {
                 "method_not_allowed",
                 message,
             )
+        } else if let Some(coding) = unknown_coding(request) {
+            let message = format!(
+                "transfer coding `{coding}` is not understood; send the body as it is, by \
+                 content-length or chunked"
+            );
+            (StatusCode::NOT_IMPLEMENTED, "transfer_coding", message)
         } else {
             let announced = request.body().size_hint().exact().unwrap_or(0);
             if announced <= limits.body_bytes_max {
@@ -84,6 +90,23 @@ impl Dispatch {
         Some(Response::json(status, json).closing())
     }
 }
+
+/// The first transfer coding that is not `chunked` (RFC 9112, 6.1: such a request is answered
+/// with 501, since its body cannot be told).
+fn unknown_coding(request: &hyper::Request<Incoming>) -> Option<String> {
+    let values = request.headers().get_all(TRANSFER_ENCODING).iter();
+    let texts = values.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    for text in texts {
+        let mut codings = text.split(',').map(str::trim);
+        if let Some(coding) = codings.find(|coding| !coding.eq_ignore_ascii_case("chunked")) {
+            return Some(coding.chars().take(CODING_CHARS_MAX).collect());
+        }
+    }
+    None
+}
+
+/// What is repeated of a coding in an error.
+const CODING_CHARS_MAX: usize = 40;
 
 /// `METHOD SP target SP HTTP/1.1`
 fn request_line_bytes(request: &hyper::Request<Incoming>) -> usize {

@@ -1,5 +1,6 @@
 //! What a client may cost.
 
+use super::body_budget::BodyBudget;
 use std::time::Duration;
 
 /// Limits of one listener on one shard. Each is told in the error of whoever meets it.
@@ -15,6 +16,8 @@ pub struct HttpLimits {
     pub header_read: Duration,
     /// Longest request body, bytes; longer: 413.
     pub body_bytes_max: u64,
+    /// All bodies in memory at once, over every listener with a clone of it; above it: 503.
+    pub bodies: BodyBudget,
     /// From the end of the head to the end of the body, while the handler reads it; later: 408.
     pub body_read: Duration,
     /// A connection without a request is closed after this.
@@ -37,6 +40,7 @@ impl Default for HttpLimits {
             header_fields_max: 100,
             header_read: Duration::from_secs(10),
             body_bytes_max: 8 * 1024 * 1024,
+            bodies: BodyBudget::of_process(),
             body_read: Duration::from_secs(30),
             keep_alive_idle: Duration::from_secs(75),
             write_stall: Duration::from_secs(30),

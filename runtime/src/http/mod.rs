@@ -25,6 +25,7 @@
 
 mod alarm;
 pub mod blocking;
+mod body_budget;
 mod client;
 mod connection;
 mod counters;
@@ -39,6 +40,7 @@ mod server;
 pub mod sse;
 mod stream;
 
+pub use body_budget::BodyBudget;
 pub use client::{Client, ClientError, ClientLimits, ClientResponse, ClientStage, Resendable};
 pub use counters::HttpCounters;
 pub use drain::{Drain, DrainWatch};

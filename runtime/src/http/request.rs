@@ -1,6 +1,7 @@
 //! What a handler is given.
 
 use super::alarm::Alarm;
+use super::body_budget::BodyShare;
 use super::error_body::error_json;
 use super::limits::HttpLimits;
 use super::response::Response;
@@ -46,6 +47,7 @@ pub struct RequestBody {
     incoming: Incoming,
     bytes_max: u64,
     bytes_read: u64,
+    share: BodyShare,
     head_at: Nanos,
     limit: Duration,
     alarm: Alarm,
@@ -57,6 +59,11 @@ pub enum BodyError {
     /// It is longer than allowed.
     TooLarge {
         /// The limit, bytes.
+        bytes_max: u64,
+    },
+    /// The bodies of all requests together leave no room for it.
+    NoRoom {
+        /// The limit of all, bytes.
         bytes_max: u64,
     },
     /// It did not come in time.
@@ -84,6 +91,7 @@ impl RequestBody {
             incoming,
             bytes_max: limits.body_bytes_max,
             bytes_read: 0,
+            share: limits.bodies.share(),
             head_at: shard.now(),
             limit: limits.body_read,
             alarm: Alarm::new(shard),
@@ -134,7 +142,7 @@ impl RequestBody {
             return Ok(Bytes::new());
         };
         if first.len() as u64 == announced {
-            return Ok(first);
+            return Ok(self.held(first));
         }
         let reserve = usize::try_from(announced).unwrap_or(usize::MAX);
         let mut whole = BytesMut::with_capacity(reserve.min(RESERVE_BYTES_MAX).max(first.len()));
@@ -142,7 +150,7 @@ impl RequestBody {
         while let Some(chunk) = self.chunk().await? {
             whole.extend_from_slice(&chunk);
         }
-        Ok(whole.freeze())
+        Ok(self.held(whole.freeze()))
     }
 
     fn take(&mut self, data: Bytes) -> Result<Bytes, BodyError> {
@@ -150,7 +158,19 @@ impl RequestBody {
         if self.bytes_read > self.bytes_max {
             return Err(self.too_large());
         }
+        if !self.share.grow(data.len() as u64) {
+            let bytes_max = self.share.bytes_max();
+            return Err(BodyError::NoRoom { bytes_max });
+        }
         Ok(data)
+    }
+
+    /// The bytes of a whole body, which count until the last reference to them is dropped.
+    fn held(&mut self, bytes: Bytes) -> Bytes {
+        Bytes::from_owner(HeldBody {
+            bytes,
+            _share: self.share.take(),
+        })
     }
 
     fn too_large(&self) -> BodyError {
@@ -174,11 +194,24 @@ impl RequestBody {
     }
 }
 
+/// A body with its part of the budget.
+struct HeldBody {
+    bytes: Bytes,
+    _share: BodyShare,
+}
+
+impl AsRef<[u8]> for HeldBody {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 impl BodyError {
-    /// The HTTP status that says it: 400, 408 or 413.
+    /// The HTTP status that says it: 400, 408, 413 or 503.
     pub fn status(&self) -> StatusCode {
         match self {
             BodyError::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            BodyError::NoRoom { .. } => StatusCode::SERVICE_UNAVAILABLE,
             BodyError::Timeout { .. } => StatusCode::REQUEST_TIMEOUT,
             BodyError::Closed { .. } | BodyError::Malformed { .. } => StatusCode::BAD_REQUEST,
         }
@@ -188,6 +221,7 @@ impl BodyError {
     pub fn code(&self) -> &'static str {
         match self {
             BodyError::TooLarge { .. } => "body_too_large",
+            BodyError::NoRoom { .. } => "overloaded",
             BodyError::Timeout { .. } => "body_timeout",
             BodyError::Closed { .. } => "body_incomplete",
             BodyError::Malformed { .. } => "body_malformed",
@@ -196,13 +230,22 @@ impl BodyError {
 
     /// The answer: JSON error, and the connection closes after it.
     pub fn response(&self) -> Response {
-        let json = error_json(
-            &self.to_string(),
-            "invalid_request_error",
-            None,
-            self.code(),
-        );
-        Response::bytes(self.status(), "application/json", json).closing()
+        let kind = match self {
+            BodyError::NoRoom { .. } => "overloaded_error",
+            BodyError::TooLarge { .. }
+            | BodyError::Timeout { .. }
+            | BodyError::Closed { .. }
+            | BodyError::Malformed { .. } => "invalid_request_error",
+        };
+        let json = error_json(&self.to_string(), kind, None, self.code());
+        let response = Response::bytes(self.status(), "application/json", json).closing();
+        match self {
+            BodyError::NoRoom { .. } => response.header("retry-after", "1"),
+            BodyError::TooLarge { .. }
+            | BodyError::Timeout { .. }
+            | BodyError::Closed { .. }
+            | BodyError::Malformed { .. } => response,
+        }
     }
 }
 
@@ -212,6 +255,11 @@ impl fmt::Display for BodyError {
             BodyError::TooLarge { bytes_max } => write!(
                 f,
                 "the request body is longer than the limit of {bytes_max} bytes; send less"
+            ),
+            BodyError::NoRoom { bytes_max } => write!(
+                f,
+                "the bodies of all requests together would pass the limit of {bytes_max} bytes; \
+                 try again"
             ),
             BodyError::Timeout { limit, bytes_read } => write!(
                 f,
@@ -233,9 +281,10 @@ impl std::error::Error for BodyError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             BodyError::Malformed { source } => Some(source),
-            BodyError::TooLarge { .. } | BodyError::Timeout { .. } | BodyError::Closed { .. } => {
-                None
-            }
+            BodyError::TooLarge { .. }
+            | BodyError::NoRoom { .. }
+            | BodyError::Timeout { .. }
+            | BodyError::Closed { .. } => None,
         }
     }
 }

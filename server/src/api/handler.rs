@@ -19,7 +19,7 @@ use super::tokenize::{detokenize, tokenize};
 use crate::engine::{Engine, GenerateRequest, SamplingParams};
 use hyper::header::{HeaderName, HeaderValue};
 use hyper::{HeaderMap, StatusCode};
-use kvserve_model::StopMatcher;
+use kvserve_model::{LogitRules, StopMatcher};
 use kvserve_runtime::{Deadline, Nanos};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -110,7 +110,10 @@ impl Api {
                 Ok(Answer::full(StatusCode::OK, METRICS_TEXT, text))
             }
             Route::Version => Ok(Answer::json(StatusCode::OK, &version())),
-            Route::NodesStatus => Err(ApiError::unknown_path("GET", &call.path)),
+            Route::NodesStatus => match self.pages.nodes_status() {
+                Some(page) => Ok(page.into()),
+                None => Err(ApiError::unknown_path("GET", &call.path)),
+            },
             Route::Debug => self.debug(call).await,
         }
     }
@@ -213,6 +216,11 @@ impl Api {
         let stops = StopMatcher::new(&params.stop, false)
             .map_err(|error| ApiError::invalid("invalid_value", "stop", error.to_string()))?;
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u64).sum();
+        let rules = LogitRules {
+            early_banned: stop_token_ids.clone(),
+            ..params.rules.clone()
+        };
+        let rules = (!rules.is_neutral()).then(|| Arc::new(rules));
         let mut streams = Vec::with_capacity(prompts.len());
         let mut choices = Vec::with_capacity(prompts.len());
         for prompt in prompts {
@@ -235,6 +243,8 @@ impl Api {
                         temperature: params.temperature,
                         top_k: params.top_k,
                         top_p: params.top_p,
+                        min_p: params.min_p,
+                        rules: rules.clone(),
                         seed: params.seed.unwrap_or_else(|| self.ids.number()),
                         logprobs: params.logprobs,
                     },

@@ -40,6 +40,10 @@ pub trait AdminPages {
     fn ready(&self) -> Page;
     /// `/progress`: age of the oldest waiter per stage.
     fn progress(&self) -> Page;
+    /// `/nodes/status` of a node: how pages come to it; `None`: no such page.
+    fn nodes_status(&self) -> Option<Page> {
+        None
+    }
     /// Appends the node's own metrics in Prometheus' text format.
     fn metrics(&self, out: &mut String);
     /// `GET /debug/*` and `POST /debug/chaos`; `None`: no such page.

@@ -4,6 +4,8 @@ use super::error::ApiError;
 use super::fields::{Fields, Tolerated, token_ids, wrong_type};
 use super::text::ServedModel;
 use super::unsupported;
+use kvserve_model::LogitRules;
+use kvserve_model::logit_rules::BIASED_IDS_MAX;
 use kvserve_model::stop::{STOP_BYTES_MAX, STOPS_MAX};
 use serde_json::Value;
 
@@ -38,6 +40,10 @@ pub struct Params {
     pub top_p: f32,
     /// 0 keeps all.
     pub top_k: u32,
+    /// In [0, 1]; 0 keeps all.
+    pub min_p: f32,
+    /// Bias, penalties and `min_tokens`, without the ids that may not come early.
+    pub rules: LogitRules,
     /// The client's seed.
     pub seed: Option<u64>,
     /// Stop strings, none empty.
@@ -65,6 +71,12 @@ const KNOWN: &[&str] = &[
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
     "seed",
     "stop",
     "stop_token_ids",
@@ -115,6 +127,8 @@ pub fn read(kind: Kind, fields: &Fields<'_>, model: &ServedModel) -> Result<Para
         temperature,
         top_p,
         top_k,
+        min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(0.0) as f32,
+        rules: rules(fields, model, max_completion_tokens.or(max_tokens))?,
         seed,
         stop: stop_strings(fields, model)?,
         stop_token_ids: stop_ids(fields, model)?,
@@ -138,6 +152,77 @@ pub fn read(kind: Kind, fields: &Fields<'_>, model: &ServedModel) -> Result<Para
         }),
     };
     Ok(params)
+}
+
+fn rules(
+    fields: &Fields<'_>,
+    model: &ServedModel,
+    max_tokens: Option<u32>,
+) -> Result<LogitRules, ApiError> {
+    let penalty = |name| fields.number(name, -2.0, 2.0);
+    let early_tokens = fields.u32("min_tokens", 0, MAX_TOKENS_MAX)?.unwrap_or(0);
+    if let Some(most) = max_tokens.filter(|most| *most < early_tokens) {
+        return Err(ApiError::invalid(
+            "invalid_value",
+            "min_tokens",
+            format!(
+                "`min_tokens` is {early_tokens}, more than the {most} tokens asked for at most"
+            ),
+        ));
+    }
+    Ok(LogitRules {
+        bias: logit_bias(fields, model)?,
+        repetition: fields
+            .number("repetition_penalty", 0.01, 100.0)?
+            .unwrap_or(1.0) as f32,
+        presence: penalty("presence_penalty")?.unwrap_or(0.0) as f32,
+        frequency: penalty("frequency_penalty")?.unwrap_or(0.0) as f32,
+        early_banned: Vec::new(),
+        early_tokens,
+    })
+}
+
+/// OpenAI's map from token id (as text) to a number from -100 to 100.
+fn logit_bias(fields: &Fields<'_>, model: &ServedModel) -> Result<Vec<(u32, f32)>, ApiError> {
+    let map = match fields.get("logit_bias") {
+        None => return Ok(Vec::new()),
+        Some(Value::Object(map)) => map,
+        Some(other) => {
+            return Err(wrong_type(
+                "logit_bias",
+                "an object of token ids and numbers",
+                other,
+            ));
+        }
+    };
+    let wrong = |message: String| Err(ApiError::invalid("invalid_value", "logit_bias", message));
+    if map.len() > BIASED_IDS_MAX {
+        return wrong(format!(
+            "`logit_bias` holds {} ids, the limit is {BIASED_IDS_MAX}",
+            map.len()
+        ));
+    }
+    let mut bias = Vec::with_capacity(map.len());
+    for (name, value) in map {
+        let id = name.parse::<u32>().ok().filter(|id| *id < model.vocabulary);
+        let Some(id) = id else {
+            return wrong(format!(
+                "`{}` is no token id of this model: ids are 0 to {}",
+                super::error::clipped(name),
+                model.vocabulary - 1
+            ));
+        };
+        match value.as_f64() {
+            Some(number) if (-100.0..=100.0).contains(&number) => bias.push((id, number as f32)),
+            Some(number) => {
+                return wrong(format!(
+                    "`logit_bias` of token {id} is {number}, it must be -100 to 100"
+                ));
+            }
+            None => return Err(wrong_type(format!("logit_bias.{id}"), "a number", value)),
+        }
+    }
+    Ok(bias)
 }
 
 fn include_usage(fields: &Fields<'_>, stream: bool) -> Result<bool, ApiError> {

@@ -26,19 +26,13 @@ enum Neutral {
     Never,
 }
 
-/// Name and neutral value. `min_tokens`, penalties, `n` and the structured outputs are served
-/// by later releases; each leaves this table then.
+/// Name and neutral value. `n` and the structured outputs are served by later releases; each
+/// leaves this table then.
 const FIELDS: &[(&str, Neutral)] = &[
     ("n", Neutral::Number(1.0)),
     ("best_of", Neutral::Number(1.0)),
-    ("presence_penalty", Neutral::Number(0.0)),
-    ("frequency_penalty", Neutral::Number(0.0)),
-    ("repetition_penalty", Neutral::Number(1.0)),
     ("length_penalty", Neutral::Number(1.0)),
-    ("min_p", Neutral::Number(0.0)),
-    ("min_tokens", Neutral::Number(0.0)),
     ("priority", Neutral::Number(0.0)),
-    ("logit_bias", Neutral::Empty),
     ("echo", Neutral::Flag(false)),
     ("include_stop_str_in_output", Neutral::Flag(false)),
     ("use_beam_search", Neutral::Flag(false)),
@@ -182,11 +176,6 @@ mod tests {
         for (body, param) in [
             (json!({"n": 2}), "n"),
             (json!({"best_of": 2}), "best_of"),
-            (json!({"presence_penalty": 0.5}), "presence_penalty"),
-            (json!({"frequency_penalty": -0.5}), "frequency_penalty"),
-            (json!({"repetition_penalty": 1.1}), "repetition_penalty"),
-            (json!({"logit_bias": {"5": 1}}), "logit_bias"),
-            (json!({"min_p": 0.1}), "min_p"),
             (json!({"echo": true}), "echo"),
             (json!({"tools": [{}]}), "tools"),
             (json!({"tool_choice": "required"}), "tool_choice"),

@@ -1,6 +1,6 @@
 //! The commands and their flags.
 
-use super::parse::{parse_cores, parse_duration, parse_size};
+use super::parse::{parse_address, parse_cores, parse_duration, parse_size};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvserve_kv::peer::TransportChoice;
 use kvserve_kv::transport::chaos::ChaosSpec;
@@ -105,13 +105,13 @@ pub enum LogFormat {
 #[derive(Debug, Clone, Args)]
 pub struct NodeArgs {
     /// Where the API listens.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub listen: Option<SocketAddr>,
     /// Where /debug and /admin listen (default: the API port while it is loopback).
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub admin_listen: Option<SocketAddr>,
     /// Where the sentinel answers /health by itself.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub health_listen: Option<SocketAddr>,
     /// Arithmetic and KV element type.
     #[arg(long, value_enum, default_value = "bf16")]
@@ -161,6 +161,9 @@ pub struct NodeArgs {
     /// How much of each moved page is checked: off, sampled or full. Equal on all nodes.
     #[arg(long, value_name = "MODE", default_value_t = ChecksumMode::Full)]
     pub checksums: ChecksumMode,
+    /// Life of a lease without a renewal, for tests of its expiry; five renewals fit into it.
+    #[arg(long, value_name = "TIME", hide = true, value_parser = parse_duration)]
+    pub lease_ttl: Option<Duration>,
     /// Faults to inject, e.g. completion=lose@0.1 (loopback only).
     #[arg(long, value_name = "SPEC")]
     pub chaos: Option<ChaosSpec>,
@@ -178,10 +181,10 @@ fn parse_cores_arg(text: &str) -> Result<CoreList, String> {
 #[derive(Debug, Clone, Default, Args)]
 pub struct JoinArgs {
     /// The proxy's peer address.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub join: Option<SocketAddr>,
     /// Where peers reach this node.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub peer_listen: Option<SocketAddr>,
     /// The host name or address that others reach this node by (default: the bound address).
     #[arg(long, value_name = "HOST")]
@@ -212,16 +215,16 @@ pub struct NodeCommand {
 #[derive(Debug, Clone, Args)]
 pub struct ProxyArgs {
     /// Where the API listens.
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000", value_parser = parse_address)]
     pub listen: SocketAddr,
     /// Where nodes register.
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7000")]
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7000", value_parser = parse_address)]
     pub peer_listen: SocketAddr,
     /// Where /debug and /admin listen (default: the API port while it is loopback).
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub admin_listen: Option<SocketAddr>,
     /// Where the sentinel answers /health by itself.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub health_listen: Option<SocketAddr>,
     /// This proxy's name.
     #[arg(long, value_name = "NAME", default_value = "proxy")]

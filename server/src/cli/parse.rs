@@ -1,5 +1,6 @@
 //! Values of flags: sizes, durations, lists of cores.
 
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 /// Reads `512MiB`, `2G`, `1073741824`: bytes, with binary units.
@@ -66,6 +67,28 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Reads `127.0.0.1:8000`, `[::1]:8000` or `localhost:8000`. A name is looked up once; of several
+/// addresses the first of IPv4 is taken, else the first.
+///
+/// # Errors
+/// A sentence that names the text and the accepted forms.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(address) = text.parse() {
+        return Ok(address);
+    }
+    let found: Vec<SocketAddr> = text
+        .to_socket_addrs()
+        .map_err(|error| {
+            format!("`{text}` is no address ({error}); write HOST:PORT, e.g. 127.0.0.1:8000")
+        })?
+        .collect();
+    let of_ipv4 = found.iter().find(|address| address.is_ipv4());
+    of_ipv4
+        .or(found.first())
+        .copied()
+        .ok_or_else(|| format!("the name in `{text}` has no address"))
+}
+
 /// Reads `0,2-3`: a list of CPU numbers, in the order given.
 ///
 /// # Errors
@@ -102,6 +125,15 @@ mod tests {
         assert_eq!(parse_cores("0,2-3"), Ok(vec![0, 2, 3]));
         for text in ["", "x", "-1", "0", "1e99GiB", "GiB", "9999999999999T"] {
             assert!(parse_size(text).is_err_and(|e| e.contains(text)), "{text}");
+        }
+        let local = "127.0.0.1:80".parse::<SocketAddr>();
+        assert_eq!(parse_address("127.0.0.1:80").ok(), local.ok());
+        assert!(parse_address("localhost:80").is_ok_and(|found| found.ip().is_loopback()));
+        for text in ["", "localhost", "127.0.0.1", "1.2.3.4:99999", ":"] {
+            assert!(
+                parse_address(text).is_err_and(|e| e.contains(text)),
+                "{text}"
+            );
         }
         for text in ["", "0s", "25h", "5parsecs", "nans"] {
             assert!(parse_duration(text).is_err(), "{text}");

@@ -3,11 +3,12 @@
 
 use super::codec::{NodeReport, Roster};
 use super::{KIND_REPORT, KIND_ROSTER, REPORT_EVERY};
+use crate::log::FAILED_HANDSHAKES;
 use crate::node::NodeContext;
 use kvserve_kv::peer::{PeerEvents, PeerState, PeerView};
 use kvserve_kv::session::handshake::Refusal;
 use kvserve_kv::session::{RefuseReason, Role};
-use kvserve_runtime::Nanos;
+use kvserve_runtime::{Deadline, Nanos};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -50,12 +51,13 @@ impl Agent {
             pages_quarantined: counts.quarantined as u32,
             model: self.model.clone(),
             peer_address: self.peer_address.clone(),
+            paths: node.paths(),
         }
     }
 }
 
 /// Reports to every proxy, and keeps `/ready` true, until the shard ends. A report also goes
-/// out within 50 ms of a proxy's session coming up.
+/// out at once when a proxy's session comes up.
 pub async fn report(node: Rc<NodeContext>, agent: Agent) {
     let mut sent: BTreeMap<String, (u64, Nanos, (bool, bool))> = BTreeMap::new();
     let mut worn_out = false;
@@ -94,12 +96,14 @@ pub async fn report(node: Rc<NodeContext>, agent: Agent) {
             }
         }
         node.readiness.set_missing(missing(&node));
-        node.shard.sleep(TURN).await;
+        let at_most = Deadline::after(node.shard.now(), TURN);
+        // Rung when a peer comes, goes or changes its way; the rest may wait for the turn.
+        let _either = node.shard.until(at_most, node.standing.notified()).await;
     }
 }
 
-/// How often the loop looks for new proxies and for what is missing.
-const TURN: Duration = Duration::from_millis(50);
+/// How often the loop looks at what nobody rings for: data connections that come up, pages, load.
+const TURN: Duration = Duration::from_millis(250);
 
 /// Too many pages are in quarantine for the life of the process: tells it, and where a supervisor
 /// starts the node again, drains it.
@@ -188,6 +192,7 @@ fn resolve(text: &str) -> Option<SocketAddr> {
 impl PeerEvents for AgentEvents {
     fn up(&self, peer: PeerView) {
         if let Some(node) = self.node.upgrade() {
+            node.standing.notify();
             node.log.info(
                 "peer up",
                 &[("peer", &peer.node_id), ("address", &peer.address)],
@@ -199,6 +204,7 @@ impl PeerEvents for AgentEvents {
         let Some(node) = self.node.upgrade() else {
             return;
         };
+        node.standing.notify();
         let reason_text = format!("{reason:?}");
         node.log
             .info("peer down", &[("peer", &node_id), ("reason", &reason_text)]);
@@ -215,6 +221,7 @@ impl PeerEvents for AgentEvents {
         let Some(node) = self.node.upgrade() else {
             return;
         };
+        node.standing.notify();
         let path = if path.is_empty() { "none" } else { path };
         let fields: [(&str, &dyn std::fmt::Display); 3] =
             [("peer", &node_id), ("path", &path), ("reason", &reason)];
@@ -259,7 +266,8 @@ impl PeerEvents for AgentEvents {
             if refusal.reason == RefuseReason::Disconnected {
                 node.log.info("peer not reached", &fields);
             } else {
-                node.log.warn("handshake failed", &fields);
+                node.log
+                    .warn_gated(&FAILED_HANDSHAKES, "handshake failed", &fields);
             }
         }
     }

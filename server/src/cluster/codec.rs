@@ -1,9 +1,13 @@
 //! The two frames of the cluster layer: fixed layouts, little-endian, length caps (PROTOCOL S5).
 
+use kvserve_kv::peer::PathCounters;
+
 /// The longest name, model id or address a frame carries.
 const TEXT_MAX: usize = 256;
 /// Prefill nodes a roster can name.
 const ROSTER_MAX: usize = 256;
+/// Paths a report names: 64 of some 320 bytes at most stay far below an App frame's 256 KiB.
+pub const PATHS_MAX: usize = 64;
 
 /// What a node tells the proxy about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +33,25 @@ pub struct NodeReport {
     pub model: String,
     /// Where peers reach it, `host:port`; empty when it does not listen for peers.
     pub peer_address: String,
+    /// How pages come to it from each prefill node, the first [`PATHS_MAX`] of them.
+    pub paths: Vec<PathReport>,
+}
+
+/// How pages come from one prefill node, and what they have met on their way.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PathReport {
+    /// The prefill node.
+    pub node_id: String,
+    /// `shm`, `tcp`, or nothing while there is no way.
+    pub path: String,
+    /// What its session has moved.
+    pub moved: PathCounters,
+    /// Reads in flight.
+    pub credit_reads: u32,
+    /// Their bytes.
+    pub credit_bytes: u64,
+    /// Reads that wait for a credit.
+    pub waiting: u32,
 }
 
 /// One prefill node.
@@ -84,6 +107,11 @@ impl NodeReport {
         }
         put_text(&mut out, &self.model);
         put_text(&mut out, &self.peer_address);
+        let paths = &self.paths[..self.paths.len().min(PATHS_MAX)];
+        out.extend_from_slice(&(paths.len() as u16).to_le_bytes());
+        for path in paths {
+            path.encode(&mut out);
+        }
         out
     }
 
@@ -105,6 +133,7 @@ impl NodeReport {
                 pages_quarantined: reader.u32()?,
                 model: reader.text()?,
                 peer_address: reader.text()?,
+                paths: reader.paths()?,
             };
             reader.0.is_empty().then_some(report)
         })()
@@ -112,6 +141,27 @@ impl NodeReport {
             frame: "node report",
             bytes: bytes.len(),
         })
+    }
+}
+
+impl PathReport {
+    fn encode(&self, out: &mut Vec<u8>) {
+        put_text(out, &self.node_id);
+        put_text(out, &self.path);
+        let PathCounters {
+            reads,
+            bytes,
+            reposts,
+            mismatches,
+            fallbacks,
+        } = self.moved;
+        let credit_bytes = self.credit_bytes;
+        for value in [reads, bytes, reposts, mismatches, fallbacks, credit_bytes] {
+            out.extend_from_slice(&value.to_le_bytes());
+        }
+        for value in [self.credit_reads, self.waiting] {
+            out.extend_from_slice(&value.to_le_bytes());
+        }
     }
 }
 
@@ -194,6 +244,34 @@ impl Reader<'_> {
         self.take().map(u32::from_le_bytes)
     }
 
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn paths(&mut self) -> Option<Vec<PathReport>> {
+        let count = self.u16()? as usize;
+        if count > PATHS_MAX {
+            return None;
+        }
+        let path = |reader: &mut Self| {
+            Some(PathReport {
+                node_id: reader.text()?,
+                path: reader.text()?,
+                moved: PathCounters {
+                    reads: reader.u64()?,
+                    bytes: reader.u64()?,
+                    reposts: reader.u64()?,
+                    mismatches: reader.u64()?,
+                    fallbacks: reader.u64()?,
+                },
+                credit_bytes: reader.u64()?,
+                credit_reads: reader.u32()?,
+                waiting: reader.u32()?,
+            })
+        };
+        (0..count).map(|_| path(self)).collect()
+    }
+
     fn text(&mut self) -> Option<String> {
         let length = self.u16()? as usize;
         if length > TEXT_MAX || length > self.0.len() {
@@ -221,6 +299,20 @@ mod tests {
             pages_quarantined: 5,
             model: "m".into(),
             peer_address: "127.0.0.1:1".into(),
+            paths: vec![PathReport {
+                node_id: "p".into(),
+                path: "shm".into(),
+                moved: PathCounters {
+                    reads: 1,
+                    bytes: 2,
+                    reposts: 3,
+                    mismatches: 4,
+                    fallbacks: 5,
+                },
+                credit_reads: 6,
+                credit_bytes: 7,
+                waiting: 8,
+            }],
         }
     }
 

@@ -12,7 +12,7 @@ pub mod agent;
 mod codec;
 mod registry;
 
-pub use codec::{CodecError, NodeReport, Roster, RosterEntry};
+pub use codec::{CodecError, NodeReport, PATHS_MAX, PathReport, Roster, RosterEntry};
 pub use registry::{Registered, Registry};
 
 use std::time::Duration;

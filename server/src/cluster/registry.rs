@@ -129,6 +129,7 @@ mod tests {
             pages_quarantined: 0,
             model: "m".into(),
             peer_address: "127.0.0.1:9".into(),
+            paths: Vec::new(),
         }
     }
 

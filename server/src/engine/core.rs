@@ -467,7 +467,8 @@ fn describe_step_end(reason: EndReason) -> String {
         EndReason::Cancelled
         | EndReason::SessionEnded
         | EndReason::CompleterDropped
-        | EndReason::ChannelKilled => format!("its channel ended ({})", reason.label()),
+        | EndReason::ChannelKilled
+        | EndReason::ChannelStuck => format!("its channel ended ({})", reason.label()),
     }
 }
 

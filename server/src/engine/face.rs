@@ -1,8 +1,10 @@
 //! What passes between the API (any shard) and the engine (one shard of the process).
 
+use kvserve_model::LogitRules;
 use kvserve_runtime::Deadline;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How tokens are chosen; already checked and completed with defaults by the API.
@@ -14,10 +16,29 @@ pub struct SamplingParams {
     pub top_k: u32,
     /// 1 keeps all.
     pub top_p: f32,
+    /// 0 keeps all.
+    pub min_p: f32,
+    /// Bias and penalties; `None` for most.
+    pub rules: Option<Arc<LogitRules>>,
     /// The request's seed; drawn by the API when the client gave none.
     pub seed: u64,
     /// `Some(n)`: log-probabilities of the chosen token and the n best (n <= 20).
     pub logprobs: Option<u8>,
+}
+
+/// Greedy, with nothing else asked for.
+impl Default for SamplingParams {
+    fn default() -> Self {
+        SamplingParams {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            rules: None,
+            seed: 0,
+            logprobs: None,
+        }
+    }
 }
 
 /// One generation. `prompt` is never empty and every id is below the vocabulary's size.

@@ -12,3 +12,4 @@ pub use face::{
     Engine, FinishReason, GenerateEvent, GenerateRequest, Refusal, RetryClass, SamplingParams,
     ServeError, Stage, TokenEvent, TokenStream,
 };
+pub use notify::Notify;

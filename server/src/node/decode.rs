@@ -141,8 +141,9 @@ async fn attempt_on(
     let ask = PrefillAsk {
         request: out.id,
         attempt,
+        held_pages: 0,
         prompt,
-        payload: payload::encode_sampling(&out.request.sampling),
+        payload: payload::encode_sampling(&out.request.sampling, out.told() as u32),
         into,
         deadline: out.request.deadline,
     };
@@ -274,6 +275,7 @@ impl Running<'_> {
         self.withheld.may_decode(tokens.len())?;
         let spec = SequenceSpec {
             tokens,
+            generated: self.out.told(),
             new_tokens_max: self.out.left(),
             stop_token_ids: self.out.request.stop_token_ids.clone(),
             sampling: self.out.request.sampling.clone(),
@@ -327,6 +329,7 @@ impl Running<'_> {
 pub(super) fn compute_here(node: &NodeContext, out: &RequestOut) -> Result<Sequence, ServeError> {
     let spec = SequenceSpec {
         tokens: out.tokens(),
+        generated: out.told(),
         new_tokens_max: out.left(),
         stop_token_ids: out.request.stop_token_ids.clone(),
         sampling: out.request.sampling.clone(),

@@ -13,20 +13,22 @@ pub(crate) mod payload;
 mod prefill;
 mod request;
 mod status;
+mod transfers;
 
 pub use accept::accept;
 pub use admission::{Admission, AdmissionFull};
 pub use prefill::PeerPrefills;
 pub use status::{DebugQuery, DebugQuestion, StatusBoard, answer, publish};
 
-use crate::engine::EngineCore;
+use crate::cluster::{PATHS_MAX, PathReport};
+use crate::engine::{EngineCore, Notify};
 use crate::log::Log;
 use crate::metrics::Metrics;
 use crate::perf::Perf;
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
 use kvserve_kv::ledger::LedgerCell;
-use kvserve_kv::peer::{PeerHub, PeerState};
+use kvserve_kv::peer::{PeerHub, PeerState, PeerView};
 use kvserve_kv::session::{RequestId, Role};
 use kvserve_runtime::Shard;
 use kvserve_runtime::completion::Hub;
@@ -67,6 +69,8 @@ pub struct NodeContext {
     pub prompt_token_ns: Cell<f64>,
     /// What all shards know.
     pub readiness: Arc<Readiness>,
+    /// Rung when a peer comes, goes or changes its way: what the node reports has changed.
+    pub standing: Notify,
     /// Prefills for peers under way.
     pub peer_prefills_live: Cell<usize>,
     /// The log.
@@ -121,6 +125,25 @@ impl NodeContext {
             incarnation: self.incarnation,
             counter,
         }
+    }
+
+    /// How pages come to this node from each prefill node.
+    pub fn paths(&self) -> Vec<PathReport> {
+        let Some(peers) = self.peers.get() else {
+            return Vec::new();
+        };
+        let pulled =
+            |peer: &PeerView| self.role == Role::Decode && peer.role == Some(Role::Prefill);
+        let peers = peers.peers().into_iter().filter(pulled);
+        let path = |peer: PeerView| PathReport {
+            node_id: peer.node_id,
+            path: peer.path.to_string(),
+            moved: peer.moved,
+            credit_reads: peer.credits.reads,
+            credit_bytes: peer.credits.bytes,
+            waiting: peer.credits.waiting as u32,
+        };
+        peers.map(path).take(PATHS_MAX).collect()
     }
 
     /// Requests and prefills for peers that have not ended.

@@ -2,13 +2,18 @@
 //! comes back with the first token. Fixed layouts, little-endian, length caps (PROTOCOL S5).
 
 use crate::engine::SamplingParams;
-use kvserve_model::Sampled;
+use kvserve_model::logit_rules::BIASED_IDS_MAX;
+use kvserve_model::{LogitRules, Sampled};
+use std::sync::Arc;
 
 /// Alternatives a first token can carry: the API's own cap on `top_logprobs`.
 const TOP_MAX: usize = 20;
 
-/// Bytes of encoded sampling parameters.
-const SAMPLING_BYTES: usize = 4 + 4 + 4 + 8 + 1;
+/// Bytes of encoded sampling parameters without rules.
+const SAMPLING_BYTES: usize = 4 + 4 + 4 + 4 + 8 + 1 + 4 + 1;
+
+/// Ids that may not come early: stop ids of a request and of a model.
+const EARLY_IDS_MAX: usize = 1024;
 
 /// A payload that is not what this version writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,46 +37,116 @@ impl std::fmt::Display for PayloadError {
 /// `logprobs` byte that means "not asked for".
 const NO_LOGPROBS: u8 = 0xFF;
 
-/// Writes sampling parameters.
-pub fn encode_sampling(params: &SamplingParams) -> Vec<u8> {
+/// Writes sampling parameters, and how many of the prompt's tokens are answer already.
+pub fn encode_sampling(params: &SamplingParams, generated: u32) -> Vec<u8> {
     let mut out = Vec::with_capacity(SAMPLING_BYTES);
     out.extend_from_slice(&params.temperature.to_le_bytes());
     out.extend_from_slice(&params.top_k.to_le_bytes());
     out.extend_from_slice(&params.top_p.to_le_bytes());
+    out.extend_from_slice(&params.min_p.to_le_bytes());
     out.extend_from_slice(&params.seed.to_le_bytes());
     out.push(params.logprobs.unwrap_or(NO_LOGPROBS));
+    out.extend_from_slice(&generated.to_le_bytes());
+    out.push(u8::from(params.rules.is_some()));
+    if let Some(rules) = &params.rules {
+        encode_rules(rules, &mut out);
+    }
     out
+}
+
+fn encode_rules(rules: &LogitRules, out: &mut Vec<u8>) {
+    out.extend_from_slice(&rules.repetition.to_le_bytes());
+    out.extend_from_slice(&rules.presence.to_le_bytes());
+    out.extend_from_slice(&rules.frequency.to_le_bytes());
+    out.extend_from_slice(&rules.early_tokens.to_le_bytes());
+    let early = &rules.early_banned[..rules.early_banned.len().min(EARLY_IDS_MAX)];
+    out.extend_from_slice(&(early.len() as u16).to_le_bytes());
+    for id in early {
+        out.extend_from_slice(&id.to_le_bytes());
+    }
+    let bias = &rules.bias[..rules.bias.len().min(BIASED_IDS_MAX)];
+    out.extend_from_slice(&(bias.len() as u16).to_le_bytes());
+    for (id, value) in bias {
+        out.extend_from_slice(&id.to_le_bytes());
+        out.extend_from_slice(&value.to_le_bytes());
+    }
+}
+
+fn decode_rules(reader: &mut Reader<'_>) -> Option<LogitRules> {
+    let mut rules = LogitRules {
+        repetition: f32::from_le_bytes(reader.take()?),
+        presence: f32::from_le_bytes(reader.take()?),
+        frequency: f32::from_le_bytes(reader.take()?),
+        early_tokens: u32::from_le_bytes(reader.take()?),
+        ..LogitRules::default()
+    };
+    let numbers = [rules.repetition, rules.presence, rules.frequency];
+    if !numbers.iter().all(|number| number.is_finite()) || rules.repetition <= 0.0 {
+        return None;
+    }
+    let early = u16::from_le_bytes(reader.take()?) as usize;
+    if early > EARLY_IDS_MAX {
+        return None;
+    }
+    for _ in 0..early {
+        rules.early_banned.push(u32::from_le_bytes(reader.take()?));
+    }
+    let bias = u16::from_le_bytes(reader.take()?) as usize;
+    if bias > BIASED_IDS_MAX {
+        return None;
+    }
+    for _ in 0..bias {
+        let id = u32::from_le_bytes(reader.take()?);
+        let value = f32::from_le_bytes(reader.take()?);
+        if !value.is_finite() {
+            return None;
+        }
+        rules.bias.push((id, value));
+    }
+    Some(rules)
 }
 
 /// Reads sampling parameters of a peer.
 ///
 /// # Errors
 /// [`PayloadError`] when the length or a value is out of range.
-pub fn decode_sampling(bytes: &[u8]) -> Result<SamplingParams, PayloadError> {
+pub fn decode_sampling(bytes: &[u8]) -> Result<(SamplingParams, u32), PayloadError> {
     let error = PayloadError {
         what: "set of sampling parameters",
         bytes: bytes.len(),
     };
     let mut reader = Reader(bytes);
-    let params = (|| {
-        Some(SamplingParams {
+    let read = (|| {
+        let mut params = SamplingParams {
             temperature: f32::from_le_bytes(reader.take()?),
             top_k: u32::from_le_bytes(reader.take()?),
             top_p: f32::from_le_bytes(reader.take()?),
+            min_p: f32::from_le_bytes(reader.take()?),
+            rules: None,
             seed: u64::from_le_bytes(reader.take()?),
             logprobs: match u8::from_le_bytes(reader.take()?) {
                 NO_LOGPROBS => None,
                 count => Some(count),
             },
-        })
-    })()
-    .ok_or(error)?;
+        };
+        let generated = u32::from_le_bytes(reader.take()?);
+        if u8::from_le_bytes(reader.take()?) == 1 {
+            params.rules = Some(Arc::new(decode_rules(&mut reader)?));
+        }
+        Some((params, generated))
+    })();
+    let (params, generated) = read.ok_or(error)?;
     let sane = params.temperature.is_finite()
         && params.temperature >= 0.0
         && params.top_p.is_finite()
+        && (0.0..=1.0).contains(&params.min_p)
         && params.logprobs.unwrap_or(0) as usize <= TOP_MAX
         && reader.0.is_empty();
-    if sane { Ok(params) } else { Err(error) }
+    if sane {
+        Ok((params, generated))
+    } else {
+        Err(error)
+    }
 }
 
 /// Writes a sampled token.
@@ -144,22 +219,31 @@ mod tests {
                 temperature: 0.7,
                 top_k: 40,
                 top_p: 0.9,
+                min_p: 0.05,
+                rules: logprobs.map(|_| {
+                    Arc::new(LogitRules {
+                        bias: vec![(3, -1.5), (9, 100.0)],
+                        repetition: 1.25,
+                        presence: -0.5,
+                        frequency: 2.0,
+                        early_banned: vec![0, 7],
+                        early_tokens: 12,
+                    })
+                }),
                 seed: u64::MAX - 3,
                 logprobs,
             };
-            let bytes = encode_sampling(&params);
-            assert_eq!(decode_sampling(&bytes), Ok(params));
+            let bytes = encode_sampling(&params, 17);
+            assert_eq!(decode_sampling(&bytes), Ok((params, 17)));
             for length in 0..bytes.len() {
                 assert!(decode_sampling(&bytes[..length]).is_err());
             }
         }
-        let mut bytes = encode_sampling(&SamplingParams {
+        let not_a_number = SamplingParams {
             temperature: f32::NAN,
-            top_k: 0,
-            top_p: 1.0,
-            seed: 0,
-            logprobs: None,
-        });
+            ..SamplingParams::default()
+        };
+        let mut bytes = encode_sampling(&not_a_number, 0);
         assert!(decode_sampling(&bytes).is_err());
         bytes.push(0);
         assert!(decode_sampling(&bytes).is_err());

@@ -50,7 +50,7 @@ impl PrefillService for PeerPrefills {
         if ask.prompt.is_empty() || !known || ask.prompt.len() >= node.context_max {
             return Err(ServiceRefusal::Invalid(REFUSED_PROMPT));
         }
-        let Ok(sampling) = payload::decode_sampling(&ask.payload) else {
+        let Ok((sampling, generated)) = payload::decode_sampling(&ask.payload) else {
             return Err(ServiceRefusal::Invalid(REFUSED_PAYLOAD));
         };
         let wanted = node.limits.pages_for(ask.prompt.len());
@@ -71,6 +71,7 @@ impl PrefillService for PeerPrefills {
         }
         let spec = SequenceSpec {
             tokens: ask.prompt,
+            generated: generated as usize,
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,

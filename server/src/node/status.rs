@@ -5,8 +5,10 @@
 //! ([`DebugQuery`]), and read gauges that it publishes ten times a second.
 
 use super::NodeContext;
+use super::transfers::Transfers;
 use crate::metrics::gauge;
 use crate::perf::KINDS;
+use crate::proxy::path_json;
 use kvserve_kv::transport::chaos::{ChaosHandle, ChaosSpec};
 use kvserve_runtime::bridge;
 use kvserve_runtime::completion::SlotView;
@@ -17,8 +19,9 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How often gauges are published.
+/// How often gauges are published while something runs, and while nothing does.
 const PUBLISH_EVERY: Duration = Duration::from_millis(100);
+const PUBLISH_EVERY_IDLE: Duration = Duration::from_millis(500);
 
 /// Slots that one answer lists at most; the oldest first.
 const SLOTS_SHOWN_MAX: usize = 1000;
@@ -55,6 +58,7 @@ pub struct StatusBoard {
 struct Published {
     gauges: String,
     progress: Value,
+    nodes: Value,
 }
 
 impl StatusBoard {
@@ -66,6 +70,11 @@ impl StatusBoard {
     /// `/progress`: age of the oldest waiter per stage, in seconds.
     pub fn progress(&self) -> Value {
         self.read().progress
+    }
+
+    /// `/nodes/status` of this node: how pages come to it from each peer.
+    pub fn nodes(&self) -> Value {
+        self.read().nodes
     }
 
     fn read(&self) -> Published {
@@ -86,11 +95,18 @@ impl StatusBoard {
 /// Publishes gauges until the shard ends.
 pub async fn publish(node: Rc<NodeContext>, board: Arc<StatusBoard>) {
     loop {
+        let transfers = Transfers::look(&node);
         board.publish(Published {
-            gauges: gauges(&node),
-            progress: progress(&node.hub.live()),
+            gauges: gauges(&node, &transfers),
+            progress: progress(&node.hub.live(), &transfers),
+            nodes: nodes(&node),
         });
-        node.shard.sleep(PUBLISH_EVERY).await;
+        let busy = node.unfinished() > 0 || transfers.any();
+        let pause = match busy {
+            true => PUBLISH_EVERY,
+            false => PUBLISH_EVERY_IDLE,
+        };
+        node.shard.sleep(pause).await;
     }
 }
 
@@ -102,7 +118,7 @@ pub async fn answer(
 ) {
     while let Some(query) = queries.recv().await {
         let value = match query.question {
-            DebugQuestion::Transfers => transfers(&node.hub.live()),
+            DebugQuestion::Transfers => transfers(&node),
             DebugQuestion::Pages => pages(&node),
             DebugQuestion::Trace => {
                 let text = chrome_trace(&[node.shard.trace()], &KINDS);
@@ -120,8 +136,8 @@ pub async fn answer(
     }
 }
 
-/// Age of the oldest waiter per label, in seconds.
-fn progress(live: &[SlotView]) -> Value {
+/// Age of the oldest waiter per label, and of the oldest transfer per stage, in seconds.
+fn progress(live: &[SlotView], transfers: &Transfers) -> Value {
     let mut oldest: BTreeMap<&str, f64> = BTreeMap::new();
     for slot in live {
         let age = oldest.entry(slot.label).or_default();
@@ -131,10 +147,14 @@ fn progress(live: &[SlotView]) -> Value {
         .into_iter()
         .map(|(label, age)| (label.to_string(), json!(age)))
         .collect();
-    json!({ "oldest_wait_s": ages })
+    let stages: Map<String, Value> = (transfers.oldest.iter())
+        .map(|(stage, oldest)| (stage.to_string(), oldest.json()))
+        .collect();
+    json!({ "oldest_wait_s": ages, "oldest_transfer": stages })
 }
 
-fn transfers(live: &[SlotView]) -> Value {
+fn transfers(node: &NodeContext) -> Value {
+    let live = &node.hub.live();
     let mut slots: Vec<_> = live.iter().collect();
     slots.sort_by_key(|slot| std::cmp::Reverse(slot.age));
     let shown: Vec<_> = slots
@@ -149,11 +169,16 @@ fn transfers(live: &[SlotView]) -> Value {
                 "age_s": slot.age.as_secs_f64(),
                 "deadline_left_s": slot.deadline_left.as_secs_f64(),
                 "posts_outstanding": slot.posts_outstanding,
+                "posts_owed": slot.posts_owed,
                 "holds_pages": slot.holds_guards,
             })
         })
         .collect();
-    json!({ "total": live.len(), "shown": shown.len(), "slots": shown })
+    json!({
+        "total": live.len(), "shown": shown.len(), "slots": shown,
+        "transfers": super::transfers::pulled(node),
+        "leases": super::transfers::leased(node),
+    })
 }
 
 fn pages(node: &NodeContext) -> Value {
@@ -168,8 +193,13 @@ fn pages(node: &NodeContext) -> Value {
     })
 }
 
-fn gauges(node: &NodeContext) -> String {
-    let mut out = String::with_capacity(2048);
+fn nodes(node: &NodeContext) -> Value {
+    let paths = node.paths();
+    json!({ "peers": paths.iter().map(path_json).collect::<Vec<_>>() })
+}
+
+fn gauges(node: &NodeContext, transfers: &Transfers) -> String {
+    let mut out = String::with_capacity(4096);
     let (counts, total) = node.ledger.with(|ledger| (ledger.counts(), ledger.pages()));
     let load = node.core.load();
     let hub = node.hub.counters();
@@ -208,5 +238,6 @@ fn gauges(node: &NodeContext) -> String {
     ] {
         gauge(&mut out, name, "", value as f64);
     }
+    transfers.gauges(node, &mut out);
     out
 }

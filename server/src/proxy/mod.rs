@@ -21,6 +21,6 @@ pub mod ticket;
 pub mod upstream;
 
 pub use forward::{Proxy, ProxyConfig, ProxyMetrics};
-pub use table::{NodeRecord, NodeRole, NodeTable, TableFull};
+pub use table::{NodeRecord, NodeRole, NodeTable, TableFull, path_json};
 pub use ticket::Ticket;
 pub use upstream::{Upstream, UpstreamAnswer, UpstreamError};

@@ -4,6 +4,7 @@
 //! One table per shard; `unfinished` counts what went through this shard.
 
 use super::ticket::{Load, Ticket};
+use crate::cluster::PathReport;
 use kvserve_runtime::Nanos;
 use serde_json::{Map, Value, json};
 use std::net::SocketAddr;
@@ -49,6 +50,8 @@ pub struct NodeRecord {
     pub models: Vec<String>,
     /// Whether it admits work.
     pub ready: bool,
+    /// How pages come to it.
+    pub paths: Vec<PathReport>,
 }
 
 /// The table has [`NODES_MAX`] nodes and takes no more.
@@ -179,6 +182,7 @@ impl NodeTable {
                     "ready": record.ready,
                     "node": record.node,
                     "incarnation": format!("{:016x}", record.incarnation),
+                    "peers": record.paths.iter().map(path_json).collect::<Vec<_>>(),
                 }),
             );
         }
@@ -199,6 +203,22 @@ impl NodeTable {
     }
 }
 
+/// One way of pages, as `/nodes/status` shows it on the proxy and on the node.
+pub fn path_json(path: &PathReport) -> Value {
+    json!({
+        "node": path.node_id,
+        "path": path.path,
+        "reads": path.moved.reads,
+        "bytes": path.moved.bytes,
+        "reposts": path.moved.reposts,
+        "mismatches": path.moved.mismatches,
+        "fallbacks": path.moved.fallbacks,
+        "credit_reads": path.credit_reads,
+        "credit_bytes": path.credit_bytes,
+        "waiting": path.waiting,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -213,6 +233,7 @@ mod tests {
             role,
             models: vec!["tiny".into()],
             ready: true,
+            paths: Vec::new(),
         }
     }
 
@@ -261,6 +282,7 @@ mod tests {
         table
             .upsert(NodeRecord {
                 ready: false,
+                paths: Vec::new(),
                 ..record("d0", NodeRole::Decode)
             })
             .unwrap();

@@ -320,7 +320,18 @@ impl Sizes {
         }
         .page_bytes();
         let (pages, cut_by_memory) = match args.kv_cache {
-            Some(bytes) => ((bytes / page_bytes as u64) as usize, false),
+            Some(bytes) => {
+                let free = available_memory().unwrap_or(u64::MAX);
+                if bytes > free {
+                    return Err(format!(
+                        "--kv-cache of {} MiB is more than the {} MiB of memory that this \
+                         machine has free; choose less",
+                        bytes >> 20,
+                        free >> 20
+                    ));
+                }
+                ((bytes / page_bytes as u64) as usize, false)
+            }
             None => {
                 let tokens = args.max_running as usize * asked.min(KV_TOKENS_PER_RUNNING);
                 let wanted = tokens.div_ceil(page_tokens);
@@ -398,7 +409,7 @@ fn peer_start(
             api_url: format!("http://{}", host(listen)),
             checksums: command.node.checksums,
             transport: command.node.transport.choice(),
-            limits: PeerLimits::default(),
+            limits: peer_limits(command.node.lease_ttl),
         },
         join: join.join,
         agent: Agent {
@@ -407,6 +418,16 @@ fn peer_start(
             supervised: command.node.share_memory_with.is_some(),
         },
     }))
+}
+
+/// PROTOCOL 9's, or with another life of leases.
+fn peer_limits(lease_ttl: Option<Duration>) -> PeerLimits {
+    let mut limits = PeerLimits::default();
+    if let Some(ttl) = lease_ttl {
+        limits.lease.ttl = ttl;
+        limits.renew = ttl / 5;
+    }
+    limits
 }
 
 /// The process's side pool on one shard.
@@ -567,6 +588,7 @@ fn start_engine(
         perf: shared.perf.clone(),
         prompt_token_ns: Cell::new(0.0),
         readiness: shared.readiness.clone(),
+        standing: Default::default(),
         peer_prefills_live: Cell::new(0),
         log: shared.log,
     });

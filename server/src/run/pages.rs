@@ -91,6 +91,10 @@ impl AdminPages for NodePages {
         Page::ok(self.board.progress())
     }
 
+    fn nodes_status(&self) -> Option<Page> {
+        Some(Page::ok(self.board.nodes()))
+    }
+
     fn metrics(&self, out: &mut String) {
         self.metrics.render(out);
         self.perf.render(out);

@@ -10,7 +10,7 @@ use crate::api::http::http_handler;
 use crate::api::{AdminPages, ApiError, ApiMetrics, LocalFuture, Page};
 use crate::cli::{LogFormat, ProxyArgs};
 use crate::cluster::{KIND_REPORT, KIND_ROSTER, NodeReport, ROSTER_EVERY, Registered, Registry};
-use crate::log::Log;
+use crate::log::{FAILED_HANDSHAKES, Log};
 use crate::placement::allowed_cpus;
 use crate::proxy::{NodeRecord, NodeRole, NodeTable, Proxy, ProxyConfig, ProxyMetrics};
 use crate::readiness::Readiness;
@@ -398,6 +398,7 @@ fn record(id: &str, node: &Registered) -> Option<NodeRecord> {
         },
         models: vec![node.report.model.clone()],
         ready: node.report.ready,
+        paths: node.report.paths.clone(),
     })
 }
 
@@ -453,7 +454,9 @@ impl PeerEvents for Events {
             if refusal.reason == RefuseReason::Disconnected {
                 cluster.log.info("peer not reached", &fields);
             } else {
-                cluster.log.warn("handshake failed", &fields);
+                cluster
+                    .log
+                    .warn_gated(&FAILED_HANDSHAKES, "handshake failed", &fields);
             }
         }
     }

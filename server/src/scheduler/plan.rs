@@ -1,9 +1,9 @@
 //! Filling the next step: decode rows first, then prefill chunks in order of arrival.
 
-use super::sequence::{Phase, SequenceId, Standing};
+use super::sequence::{Phase, Sequence, SequenceId, Standing};
 use super::table::{Scheduler, SchedulerEvent};
 use kvserve_kv::ledger::{AllocateAs, Ledger};
-use kvserve_model::{SampleSpec, Step, StepSequence};
+use kvserve_model::{SampleSpec, Shaping, Step, StepSequence};
 
 impl Scheduler {
     /// Plans the next step into `step` and `members` (both emptied first). `chunk_tokens` is
@@ -210,6 +210,7 @@ impl Scheduler {
         let pages_from = step.pages.len();
         let pages = pages_for.pages_for(end);
         step.pages.extend_from_slice(&sequence.pages[..pages]);
+        let history = &mut step.history;
         let sample = (end == sequence.tokens.len()).then(|| SampleSpec {
             temperature: sequence.sampling.temperature,
             top_k: sequence.sampling.top_k,
@@ -218,7 +219,9 @@ impl Scheduler {
             choice: 0,
             position: end as u32,
             logprobs: sequence.sampling.logprobs,
+            min_p: sequence.sampling.min_p,
             banned: Vec::new(),
+            shaping: shaping(sequence, history),
         });
         step.sequences.push(StepSequence {
             tokens: tokens_from..step.tokens.len(),
@@ -229,6 +232,20 @@ impl Scheduler {
         sequence.in_step = count;
         members.push(id);
     }
+}
+
+/// The rules of a sequence that has some, with the tokens they ask for put into `history`.
+fn shaping(sequence: &Sequence, history: &mut Vec<u32>) -> Option<Shaping> {
+    let rules = sequence.sampling.rules.as_ref()?;
+    let from = history.len();
+    if rules.wants_history() {
+        history.extend_from_slice(&sequence.tokens);
+    }
+    Some(Shaping {
+        rules: rules.clone(),
+        history: from..history.len(),
+        generated: (sequence.tokens.len() - sequence.answer_from) as u32,
+    })
 }
 
 /// What became of the wish for one more page.

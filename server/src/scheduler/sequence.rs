@@ -35,6 +35,8 @@ pub enum PagesFrom {
 pub struct SequenceSpec {
     /// Prompt, then tokens already sent (facts).
     pub tokens: Vec<u32>,
+    /// How many of them, the last ones, are the answer's so far; penalties ask for that.
+    pub generated: usize,
     /// Tokens still to generate; at least 1.
     pub new_tokens_max: u32,
     /// Tokens that end it.
@@ -68,6 +70,8 @@ pub(super) enum Phase {
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub tokens: Vec<u32>,
+    /// Where in `tokens` the answer begins.
+    pub answer_from: usize,
     /// Tokens whose keys and values are in the pages.
     pub computed: usize,
     pub pages: Vec<PageId>,

@@ -97,6 +97,7 @@ impl Scheduler {
         debug_assert!(computed < spec.tokens.len());
         let own_from = pages.len();
         let id = self.place(Sequence {
+            answer_from: spec.tokens.len().saturating_sub(spec.generated),
             tokens: spec.tokens,
             computed,
             pages,

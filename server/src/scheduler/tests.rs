@@ -37,14 +37,12 @@ impl Bench {
     fn spec(prompt: usize, new: u32) -> SequenceSpec {
         SequenceSpec {
             tokens: (0..prompt as u32).collect(),
+            generated: 0,
             new_tokens_max: new,
             stop_token_ids: vec![999],
             sampling: SamplingParams {
-                temperature: 0.0,
-                top_k: 0,
-                top_p: 1.0,
                 seed: 0,
-                logprobs: None,
+                ..SamplingParams::default()
             },
             deadline: Deadline::after(Nanos(0), Duration::from_secs(60)),
             pages: PagesFrom::Scheduler,
@@ -374,7 +372,7 @@ fn a_lease_does_not_wait_behind_those_that_wait_for_its_pages() {
     }
     assert_eq!(bench.tokens_of(lease).len(), 1);
     assert!(bench.tokens_of(waiting).is_empty());
-    bench.ledger.free(&leased);
+    bench.ledger.end_lease(&leased);
     for _ in 0..16 {
         bench.plan();
         bench.finish(false);

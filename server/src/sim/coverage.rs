@@ -80,12 +80,14 @@ pub fn pull_event(event: &PullEvent) -> &'static str {
         PullEvent::ReadDone(_) => "read_done",
         PullEvent::ReadEnded(..) => "read_ended",
         PullEvent::NotPosted(_) => "not_posted",
-        PullEvent::Moved => "moved",
+        PullEvent::NoCredit(..) => "no_credit",
+        PullEvent::Moved(_) => "moved",
         PullEvent::Checked { wrong: None, .. } => "checked",
         PullEvent::Checked { wrong: Some(_), .. } => "checked_wrong",
         PullEvent::Cancel => "cancel",
         PullEvent::SessionEnded => "session_ended",
         PullEvent::Quiet => "quiet",
+        PullEvent::Stuck => "stuck",
         PullEvent::Tick => "tick",
     }
 }
@@ -133,7 +135,8 @@ const NAMED: &[&str] = &[
     "slot ended: failed",
     "slot ended: deadline",
     "slot ended: cancelled",
-    "slot ended: channel killed",
+    "slot ended: channel stuck",
+    "read posted again",
     "completion: late",
     "completion: duplicate",
     "completion: stray",
@@ -177,6 +180,7 @@ const NAMED: &[&str] = &[
     "session ended: disconnected",
     "session ended: fence_unanswered",
     "session ended: superseded",
+    "session ended: channel_stuck",
     "handshake failed",
     "request: finished",
     "request: failed, deadline_exceeded",
@@ -235,6 +239,7 @@ fn pull_pairs() -> impl Iterator<Item = (AttemptPhase, &'static str)> {
     ];
     let stopping = [
         "quiet",
+        "stuck",
         "fence_query",
         "session_ended",
         "watermark",

@@ -19,6 +19,7 @@
 //! runs one seed again, exactly, with its trace. `planted/` holds bugs it must find
 //! (`tools/sim-planted`).
 
+mod calm;
 mod check;
 mod clock;
 mod context;
@@ -31,6 +32,7 @@ mod node;
 mod proxy;
 mod random;
 mod run;
+mod seed;
 mod world;
 
 pub use check::{Invariant, Violation};

@@ -93,11 +93,8 @@ pub fn request(prompt: Vec<u32>, max_tokens: u32, deadline: Deadline) -> Generat
         prompt,
         max_tokens,
         sampling: SamplingParams {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
             seed: 1,
-            logprobs: None,
+            ..SamplingParams::default()
         },
         stop_token_ids: (0..STOP_IDS).collect(),
         deadline,

@@ -58,6 +58,7 @@ impl Proxy {
             role,
             models: Vec::new(),
             ready,
+            paths: Vec::new(),
         };
         let known = self.table.upsert(record);
         debug_assert!(known.is_ok(), "few nodes");

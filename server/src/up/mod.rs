@@ -1,7 +1,8 @@
 //! `kvserve up`: a whole cluster on this machine, as real processes under one supervisor.
 //!
 //! The supervisor is a plain thread: it starts the children, waits until the proxy is ready,
-//! restarts what dies with a back-off on the same ports, and ends all of them on one Ctrl-C.
+//! restarts what dies with a back-off on the same ports, and ends all of them on one Ctrl-C, at
+//! once on a second.
 //! It serves nothing itself, so that its own death harms nobody (children are told by the
 //! kernel and drain).
 
@@ -12,7 +13,7 @@ mod ready;
 use crate::cli::UpArgs;
 use crate::log::Log;
 use child::Child;
-use kvserve_runtime::signals::{self, Drain};
+use kvserve_runtime::signals::{self, Drain, SecondInterrupt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -33,7 +34,7 @@ const EARLY_DEATHS_MAX: u32 = 3;
 /// Runs the cluster until a signal; gives the process's exit code.
 pub fn run(args: &UpArgs, model_path: PathBuf, log: Log) -> i32 {
     let drain = Drain::new();
-    if let Err(error) = signals::install(&drain) {
+    if let Err(error) = signals::install_with(&drain, SecondInterrupt::IsTold) {
         eprintln!("kvserve up: cannot install signal handlers: {error}");
         return 1;
     }
@@ -102,7 +103,7 @@ fn supervise(plan: &plan::Plan, children: &mut [Child], drain: &Drain, log: Log)
 
 /// Tells the children to drain in the order in which requests flow, so that nobody goes down
 /// while somebody before it still needs it: proxy, decode nodes, prefill nodes. Kills what is
-/// left when the patience ends.
+/// left when the patience ends, or at once when the user asks a second time.
 fn stop(children: &mut [Child], patience: Duration) {
     let until = Instant::now() + patience;
     for wave in ["proxy", "decode", "prefill"] {
@@ -111,7 +112,10 @@ fn stop(children: &mut [Child], patience: Duration) {
             .iter_mut()
             .filter(in_wave)
             .for_each(|child| child.terminate());
-        while Instant::now() < until && children.iter_mut().filter(in_wave).any(Child::running) {
+        while Instant::now() < until
+            && !signals::interrupted_again()
+            && children.iter_mut().filter(in_wave).any(Child::running)
+        {
             std::thread::sleep(TICK);
         }
     }

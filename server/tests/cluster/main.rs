@@ -11,5 +11,6 @@ mod completions_go_wrong;
 mod concurrent_streams;
 mod greedy_fixtures;
 mod node_dies;
+mod sampling_rules;
 mod sigterm_drains;
 mod up_command;

@@ -27,7 +27,7 @@ fn send_signal(pid: i32, signal: i32) {
 }
 
 /// Freezes a process; when this returns, none of its threads runs any more.
-fn freeze(pid: i32) {
+pub fn freeze(pid: i32) {
     send_signal(pid, libc::SIGSTOP);
     let state = |task: &std::path::Path| {
         let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
@@ -42,7 +42,7 @@ fn freeze(pid: i32) {
 }
 
 /// Runs the request while `act` strikes at `flow`; the text must be right all the same.
-fn struck_at(
+pub fn struck_at(
     pair: &Pair,
     body: &Value,
     expected: &[u32],
@@ -556,6 +556,7 @@ fn fault_12_the_proxys_leg_fails_and_the_client_gets_a_typed_error() {
             pages_quarantined: 0,
             model: "fake".into(),
             peer_address: String::new(),
+            paths: Vec::new(),
         };
         end.send(&Frame::App {
             kind: KIND_REPORT,

@@ -70,3 +70,4 @@ mod d_wrong_answers;
 mod e_input_skew;
 mod f_health_routing;
 mod g_security;
+mod h_transfers;

@@ -18,7 +18,9 @@ pub fn greedy(position: usize) -> Option<SampleSpec> {
         choice: 0,
         position: position as u32,
         logprobs: None,
+        min_p: 0.0,
         banned: Vec::new(),
+        shaping: None,
     })
 }
 

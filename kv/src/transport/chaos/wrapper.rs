@@ -83,7 +83,7 @@ impl<T: Transport> ChaosTransport<T> {
         let fault = match completed.status {
             CompletionStatus::Success => self.handle.on_completion(),
             // Never hidden, see the module's docs.
-            CompletionStatus::Error(_) => None,
+            CompletionStatus::Error(_) | CompletionStatus::Flushed(_) => None,
         };
         match fault {
             None => self.hold(completed, now),
@@ -125,6 +125,10 @@ impl<T: Transport> Transport for ChaosTransport<T> {
 
     fn abandon(&mut self, first: WorkId, count: usize) {
         Transport::abandon(&mut self.inner, first, count);
+    }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.inner.moved_at(channel)
     }
 }
 

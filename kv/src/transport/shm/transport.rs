@@ -1,10 +1,11 @@
 //! The decode node's side: a [`Transport`] that copies out of peers' pools.
 
-use super::channel::{Channel, LearnError, Link, Place, Turn};
+use super::channel::{Channel, Link, Turn};
 use super::shared::SharedPool;
 use crate::checksum::ChecksumMode;
 use crate::copy::{Kernel, Stores};
 use crate::pool::{PageId, PoolMemory};
+use crate::transport::places::{LearnError, Place};
 use crate::transport::sys::{Epoll, Interest, Timer};
 use crate::transport::tcp::{ChannelState, pages_per_read_max};
 use crate::transport::{Posted, Read, Transport, code};
@@ -255,7 +256,7 @@ impl ShmTransport {
         });
     }
 
-    fn turn(&mut self) {
+    fn turn(&mut self, now: Nanos) {
         let mut budget = self.config.turn_bytes;
         let count = self.live.len();
         for step in 0..count {
@@ -265,6 +266,7 @@ impl ShmTransport {
             };
             if channel.ready || channel.outstanding() > 0 {
                 channel.turn(&mut Turn {
+                    now,
                     pool: &self.pool,
                     page_bytes: self.page_bytes,
                     kernel: self.kernel,
@@ -325,10 +327,15 @@ impl Transport for ShmTransport {
             self.counters.abandoned += marked;
         }
     }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.channel(channel)
+            .map_or(Nanos(0), |channel| channel.moved_at)
+    }
 }
 
 impl CompletionSource for ShmTransport {
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<Completed>) -> usize {
+    fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize {
         if self.live.is_empty() {
             return 0;
         }
@@ -342,7 +349,7 @@ impl CompletionSource for ShmTransport {
             self.armed = false;
             self.look();
         }
-        self.turn();
+        self.turn(now);
         let count = self.done.len().min(COMPLETIONS_PER_POLL_MAX);
         out.extend(self.done.drain(..count));
         count

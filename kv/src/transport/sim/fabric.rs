@@ -5,7 +5,7 @@ use super::memory::SimMemory;
 use crate::pool::PageId;
 use crate::transport::{Posted, Read, code};
 use kvserve_runtime::Reap;
-use kvserve_runtime::{ChannelId, Completed, CompletionStatus, WorkId};
+use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
@@ -164,6 +164,8 @@ impl Fabric {
             fault: None,
             flush,
             bytes_moved: 0,
+            bytes_seen: 0,
+            moved_at: Nanos(0),
             posts_highest: 0,
         });
         LinkId(self.links.len() - 1)
@@ -470,7 +472,7 @@ impl Fabric {
         if self.links[id.0].silent || self.links[id.0].ops.is_empty() {
             return Stepped::Idle;
         }
-        self.end_front(id, CompletionStatus::Error(code::PEER_CLOSED))
+        self.end_front(id, CompletionStatus::Flushed(code::PEER_CLOSED))
     }
 
     /// A killed one-sided link goes on touching memory until its flush has come.
@@ -565,9 +567,19 @@ impl Fabric {
         Ok(())
     }
 
-    pub(super) fn poll(&mut self, reader: usize, most: usize, out: &mut Vec<Completed>) -> usize {
+    pub(super) fn poll(
+        &mut self,
+        reader: usize,
+        now: Nanos,
+        most: usize,
+        out: &mut Vec<Completed>,
+    ) -> usize {
         let before = out.len();
         for link in &mut self.links {
+            if link.reader == reader && link.bytes_seen != link.bytes_moved {
+                link.bytes_seen = link.bytes_moved;
+                link.moved_at = now;
+            }
             while link.reader == reader && out.len() - before < most {
                 match link.done.pop_front() {
                     Some(completed) => out.push(completed),
@@ -616,6 +628,11 @@ impl Fabric {
     pub(super) fn moved(&self, reader: usize, channel: ChannelId) -> u64 {
         let link = self.of_channel(reader, channel);
         link.map_or(0, |id| self.links[id.0].bytes_moved)
+    }
+
+    pub(super) fn moved_at(&self, reader: usize, channel: ChannelId) -> Nanos {
+        let link = self.of_channel(reader, channel);
+        link.map_or(Nanos(0), |id| self.links[id.0].moved_at)
     }
 
     pub(super) fn abandon(&mut self, reader: usize, work: WorkId) -> bool {

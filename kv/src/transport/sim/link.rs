@@ -1,7 +1,7 @@
 //! One link: a data connection or queue pair between a reader and the node it reads from.
 
 use crate::pool::PageId;
-use kvserve_runtime::{ChannelId, Completed, WorkId};
+use kvserve_runtime::{ChannelId, Completed, Nanos, WorkId};
 use std::collections::VecDeque;
 
 /// Names a link; never reused within a fabric.
@@ -77,5 +77,8 @@ pub(super) struct Link {
     pub fault: Option<OpFault>,
     pub flush: Flush,
     pub bytes_moved: u64,
+    /// What the reader saw of them at its last poll, and when it last saw more.
+    pub bytes_seen: u64,
+    pub moved_at: Nanos,
     pub posts_highest: u64,
 }

@@ -20,7 +20,10 @@ mod link;
 mod memory;
 mod transport;
 
-pub use fabric::{Ask, Fabric, SourceTouch, Stepped, Witness};
+pub use fabric::{Ask, Fabric, READS_IN_FLIGHT_MAX, SourceTouch, Stepped, Witness};
 pub use link::{Flush, LinkId, OpFault};
 pub use memory::SimMemory;
 pub use transport::SimTransport;
+
+#[cfg(test)]
+mod tests;

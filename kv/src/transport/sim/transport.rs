@@ -45,8 +45,8 @@ impl SimTransport {
 }
 
 impl CompletionSource for SimTransport {
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<Completed>) -> usize {
-        (self.fabric.borrow_mut()).poll(self.endpoint, COMPLETIONS_PER_POLL_MAX, out)
+    fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) -> usize {
+        (self.fabric.borrow_mut()).poll(self.endpoint, now, COMPLETIONS_PER_POLL_MAX, out)
     }
 
     fn arm(&mut self) -> Option<RawFd> {
@@ -89,5 +89,9 @@ impl Transport for SimTransport {
         }
         let mut fabric = self.fabric.borrow_mut();
         fabric.post(self.endpoint, channel, first, reads, self.tag)
+    }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.fabric.borrow().moved_at(self.endpoint, channel)
     }
 }

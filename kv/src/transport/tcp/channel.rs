@@ -83,6 +83,8 @@ pub(super) struct Channel {
     pub(super) bytes: u64,
     /// Of those, bytes thrown away.
     pub(super) scrap_bytes: u64,
+    /// When bytes last came in.
+    pub(super) moved_at: Nanos,
 }
 
 impl Channel {
@@ -104,6 +106,7 @@ impl Channel {
             ready: false,
             bytes: 0,
             scrap_bytes: 0,
+            moved_at: Nanos(0),
         }
     }
 
@@ -233,6 +236,9 @@ impl Channel {
         self.ready = false;
         let before = self.bytes;
         let drained = self.read_answers(turn);
+        if self.bytes > before {
+            self.moved_at = turn.now;
+        }
         self.watch_scrap(turn, self.bytes > before, drained);
     }
 
@@ -409,11 +415,13 @@ impl Channel {
     }
 
     /// The connection is over: it is closed here, so every page is quiet, and each read that has
-    /// no outcome fails with `code`.
+    /// no outcome is flushed with `code`.
     fn fail(&mut self, code: u32, done: &mut VecDeque<Completed>) {
         self.link = Link::Failed(code);
         for pending in &mut self.wire {
-            pending.outcome.get_or_insert(CompletionStatus::Error(code));
+            pending
+                .outcome
+                .get_or_insert(CompletionStatus::Flushed(code));
         }
         self.hand_over(done);
         self.forget();

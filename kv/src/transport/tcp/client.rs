@@ -293,6 +293,11 @@ impl Transport for TcpTransport {
             self.counters.abandoned += marked;
         }
     }
+
+    fn moved_at(&self, channel: ChannelId) -> Nanos {
+        self.channel(channel)
+            .map_or(Nanos(0), |channel| channel.moved_at)
+    }
 }
 
 impl CompletionSource for TcpTransport {

@@ -2,7 +2,7 @@
 //!
 //! Every method takes the time, changes the state and leaves its effects in [`Slab::effects`];
 //! it never calls out. Slots and their two ends are in this file, channels and posts in `posts`,
-//! the stopping of channels in `stop`. What it keeps:
+//! the stopping of channels in `stop`, what is posted again after it in `again`. What it keeps:
 //!
 //! * I1 every slot ends logically at the first look after its deadline, and physically within
 //!   the ladder's bounds after that;
@@ -22,6 +22,7 @@ use crate::time::{Deadline, Nanos};
 use std::collections::VecDeque;
 use std::task::{Poll, Waker};
 
+mod again;
 mod posts;
 mod stop;
 
@@ -84,6 +85,8 @@ impl Slab {
         slot.guards = guards;
         slot.label = label;
         slot.owner = 0;
+        slot.owed = 0;
+        slot.reposts_left = None;
         slot.begun_at = now;
         slot.deadline = deadline;
         self.wheel.arm(index, deadline.at());
@@ -280,6 +283,7 @@ impl Slab {
                     age: now.since(slot.begun_at),
                     deadline_left: slot.deadline.left(now),
                     posts_outstanding: slot.outstanding,
+                    posts_owed: slot.owed,
                     holds_guards: slot.guards.is_some(),
                 })
             })
@@ -304,6 +308,9 @@ impl Slab {
         }
     }
 }
+
+#[cfg(test)]
+mod again_tests;
 
 #[cfg(test)]
 mod tests;

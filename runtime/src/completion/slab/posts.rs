@@ -108,6 +108,8 @@ impl Slab {
         }
         self.counters.posts_posted += posts as u64;
         self.counters.posts_outstanding += posts as u64;
+        self.pay_owed(index, posts as u32);
+        let posted_on = &mut self.channels[number as usize];
         Ok(posted_on.reserve(index, posts, now))
     }
 
@@ -155,6 +157,11 @@ impl Slab {
             return;
         };
         let channel = &self.channels[number as usize];
+        if channel.is_flushed(position) {
+            // Known since the channel's first flush; they end with the channel.
+            self.counters.completions_late += 1;
+            return;
+        }
         match channel.phase {
             Phase::Free | Phase::Quarantined => self.counters.completions_late += 1,
             Phase::Open | Phase::Grace(_) | Phase::Draining { .. } => {
@@ -176,9 +183,19 @@ impl Slab {
     /// Retires all posts of a channel up to `last`. Those before it, having said nothing,
     /// succeeded; `status` is the last one's.
     fn retire(&mut self, number: u16, last: u64, status: CompletionStatus, now: Nanos) {
+        let flushed = match status {
+            CompletionStatus::Flushed(code) => {
+                self.channels[number as usize].break_at(last, code);
+                true
+            }
+            CompletionStatus::Success | CompletionStatus::Error(_) => false,
+        };
         loop {
             let channel = &mut self.channels[number as usize];
             let position = channel.unretired().start;
+            if flushed && position == last {
+                break; // it ends with its channel
+            }
             let Some(entry) = channel.retire_next(last, now) else {
                 break;
             };
@@ -202,7 +219,8 @@ impl Slab {
         let channel = &mut self.channels[number as usize];
         channel.skip_void();
         let event = channel.retired();
-        let terminal = channel.rule.error_is_terminal && status != CompletionStatus::Success;
+        let failed = channel.rule.error_is_terminal && status != CompletionStatus::Success;
+        let terminal = failed || flushed;
         self.climb(number, event, now);
         if terminal {
             self.climb(number, Event::Kill, now);
@@ -216,18 +234,30 @@ impl Slab {
                 self.end_logically(index, Err(EndReason::Failed(code)), now);
             }
             (State::Waiting, CompletionStatus::Success) => {
-                if self.slots.at(index).outstanding == 0 {
+                let slot = self.slots.at(index);
+                if slot.outstanding == 0 && slot.owed == 0 {
                     self.end_logically(index, Ok(()), now);
                 }
             }
-            (State::Stopping(_), CompletionStatus::Success | CompletionStatus::Error(_)) => {
+            // Not retired on its own: it ends with its channel, see `again`.
+            (State::Waiting, CompletionStatus::Flushed(_)) => {
+                debug_assert!(false, "a flushed post ends with its channel");
+            }
+            (
+                State::Stopping(_),
+                CompletionStatus::Success
+                | CompletionStatus::Error(_)
+                | CompletionStatus::Flushed(_),
+            ) => {
                 self.counters.completions_late += 1;
                 self.end_physically_if_quiet(index);
             }
             // Reported by `release_post`; a release build changes nothing.
             (
                 State::Free | State::Ended(_),
-                CompletionStatus::Success | CompletionStatus::Error(_),
+                CompletionStatus::Success
+                | CompletionStatus::Error(_)
+                | CompletionStatus::Flushed(_),
             ) => {}
         }
     }

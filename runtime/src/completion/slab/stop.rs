@@ -55,19 +55,19 @@ impl Slab {
             Action::Kill => self.on_killed(number, now),
             Action::Quiet => {
                 self.counters.channels_quiet += 1;
-                self.lose_posts(number, false);
+                self.lose_posts(number, false, now);
                 self.channels_free.push_back(number);
             }
             Action::Stuck => {
                 self.counters.channels_stuck += 1;
                 self.channels_quarantined += 1;
-                self.lose_posts(number, true);
+                self.lose_posts(number, true, now);
             }
         }
     }
 
-    /// Orders the kill and tells every waiter with posts on the channel (E5): it ends at once,
-    /// its guards stay until the channel is quiet.
+    /// Orders the kill. Waiters with posts on the channel wait on if they may post again once it
+    /// is quiet (E5); the others end at once, and their guards stay until it is.
     fn on_killed(&mut self, number: u16, now: Nanos) {
         self.counters.channels_killed += 1;
         let channel = &self.channels[number as usize];
@@ -79,18 +79,24 @@ impl Slab {
             let Entry::Posted(index) = self.channels[number as usize].entry(position) else {
                 continue;
             };
-            match self.slots.at(index).state {
+            let state = self.slots.at(index).state;
+            match state {
+                State::Waiting if self.may_post_again(index) => {}
                 State::Waiting => {
-                    self.end_logically(index, Err(EndReason::ChannelKilled), now);
+                    let reason = match self.channels[number as usize].broken {
+                        Some((first, code)) if position >= first => EndReason::Failed(code),
+                        Some(_) | None => EndReason::ChannelKilled,
+                    };
+                    self.end_logically(index, Err(reason), now);
                 }
                 State::Free | State::Stopping(_) | State::Ended(_) => {}
             }
         }
     }
 
-    /// The channel is gone and what it had not completed is lost (I4): quiet memory may go,
-    /// memory of a stuck channel is quarantined at its slot's physical end.
-    fn lose_posts(&mut self, number: u16, stuck: bool) {
+    /// The channel is gone and what it had not completed is lost (I4): quiet memory may go or be
+    /// posted again, memory of a stuck channel is quarantined at its slot's physical end.
+    fn lose_posts(&mut self, number: u16, stuck: bool, now: Nanos) {
         loop {
             let channel = &mut self.channels[number as usize];
             // Losing is no progress: the time of the last completion does not matter any more.
@@ -100,11 +106,7 @@ impl Slab {
             match entry {
                 Entry::Void => continue,
                 Entry::TakenBack => {}
-                Entry::Posted(index) => {
-                    self.slots.at(index).stuck |= stuck;
-                    self.release_post(index, number);
-                    self.end_physically_if_quiet(index);
-                }
+                Entry::Posted(index) => self.post_lost(index, number, stuck, now),
             }
             self.counters.posts_lost += 1;
             self.counters.posts_outstanding -= 1;

@@ -13,17 +13,17 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 const MS: u64 = 1_000_000;
-const SOURCE: SourceId = SourceId(0);
+pub(super) const SOURCE: SourceId = SourceId(0);
 
-fn ms(value: u64) -> Nanos {
+pub(super) fn ms(value: u64) -> Nanos {
     Nanos(value * MS)
 }
 
-fn token(number: u32) -> GuardToken {
+pub(super) fn token(number: u32) -> GuardToken {
     GuardToken::issue(NonZeroU32::new(number).expect("tests count from 1"))
 }
 
-fn done(work: WorkId) -> Completed {
+pub(super) fn done(work: WorkId) -> Completed {
     Completed {
         work,
         status: CompletionStatus::Success,
@@ -38,20 +38,20 @@ fn failed(work: WorkId, code: u32) -> Completed {
 }
 
 /// A core with one channel of `kind`.
-fn core_with(kind: ChannelKind) -> (Slab, ChannelId) {
+pub(super) fn core_with(kind: ChannelKind) -> (Slab, ChannelId) {
     let mut core = Slab::new(64, ms(0));
     let channel = core.open_channel(kind, SOURCE, 8, ms(0)).expect("open");
     (core, channel)
 }
 
 /// Begins a slot that ends at 100 ms and guards token 1.
-fn begin(core: &mut Slab) -> SlotId {
+pub(super) fn begin(core: &mut Slab) -> SlotId {
     let deadline = Deadline::after(ms(0), Duration::from_millis(100));
     core.begin("test", deadline, Some(token(1)), ms(0))
         .expect("room")
 }
 
-fn outcome(core: &mut Slab, slot: SlotId) -> Poll<Outcome> {
+pub(super) fn outcome(core: &mut Slab, slot: SlotId) -> Poll<Outcome> {
     core.poll(slot, Waker::noop())
 }
 
@@ -463,6 +463,9 @@ impl World {
         let deadline = Deadline::after(self.now, span);
         match (self.core).begin("random", deadline, Some(token(number)), self.now) {
             Ok(slot) => {
+                if self.random.below(2) == 0 {
+                    self.core.allow_reposts(slot);
+                }
                 self.next_token += 1;
                 self.tokens.insert(number, TokenEnd::Held);
                 self.waiters.push(Waiter {
@@ -514,12 +517,22 @@ impl World {
         };
         let device = &mut self.devices[device];
         let position = *device.live.keys().nth(nth).expect("picked below len");
-        device.live.retain(|&at, _| at > position);
         let work = WorkId::new(device.id, position);
-        let completed = match self.random.below(6) {
-            0 => failed(work, 3),
+        let completed = match self.random.below(12) {
+            0 | 1 => failed(work, 3),
+            2 => Completed {
+                work,
+                status: CompletionStatus::Flushed(9),
+            },
             _ => done(work),
         };
+        match completed.status {
+            // Until the channel is quiet the device may still touch what it did not do.
+            CompletionStatus::Flushed(_) => device.live.retain(|&at, _| at >= position),
+            CompletionStatus::Success | CompletionStatus::Error(_) => {
+                device.live.retain(|&at, _| at > position);
+            }
+        }
         self.core.complete(completed, self.now);
     }
 

@@ -24,6 +24,7 @@ impl Node {
         self.check_counters(context);
         self.check_slots(context);
         self.check_pages(context);
+        self.check_credits(context);
         let most = self.pulls.values().map(super::Pull::reads_out).max();
         if most.is_some_and(|most| most > PULLS.reads_out_max) {
             context.broke(

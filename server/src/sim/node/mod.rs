@@ -5,16 +5,26 @@
 //!
 //! | file | follows |
 //! |---|---|
-//! | `session` | `peer/{connect,data,session,dispatch}.rs`: dials, handshakes, frames, ends |
-//! | `serve` | `peer/serve.rs`, `node/prefill.rs`: leases and the producer behind each |
-//! | `pull` | `peer/{migrate,migration}.rs`: one attempt's machine with its reads and checks |
+//! | `dial`, `session`, `path` | `peer/{connect,session,data}.rs`: dials, handshakes, data connections |
+//! | `frames` | `peer/{session,dispatch}.rs`: frames in and out |
+//! | `alive` | `peer/{hub,session}.rs`: heartbeats, renewals, the end of a session |
+//! | `lease` | `peer/dispatch.rs` and the read server: the lease table, its frames and effects |
+//! | `serve` | `peer/serve.rs`, `node/prefill.rs`: the producer behind each lease |
+//! | `pull` | `peer/{migrate,migration}.rs`: one attempt's machine with its checks |
+//! | `reads` | `peer/reads.rs`: its reads, their credits, and what is posted again |
 //! | `request` | `node/{accept,admission,decode}.rs`: a request to exactly one end |
 //! | `engine` | `engine/core.rs`: steps of the real scheduler on the simulated lane |
 //! | `checks` | none: the invariants one node can be asked about |
 
+mod alive;
 mod checks;
+mod dial;
 mod engine;
+mod frames;
+mod lease;
+mod path;
 mod pull;
+mod reads;
 mod request;
 mod serve;
 mod session;
@@ -24,7 +34,9 @@ use super::clock;
 use super::context::{Context, Outcome};
 use super::keeper::Keeper;
 use super::model::PAGE_BYTES;
+use dial::Dial;
 use engine::Engine;
+use kvserve_kv::credits::Credits;
 use kvserve_kv::lease::{LeaseLimits, LeaseTable, PeerSession};
 use kvserve_kv::pull::{PullLimits, PullNews};
 use kvserve_kv::session::frame::DataOpen;
@@ -34,9 +46,10 @@ use kvserve_kv::{ChecksumMode, PageId};
 use kvserve_runtime::completion::{Hub, HubLimits, SlotId, SourceId};
 use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
+use reads::{CREDITS, PostArgs};
 use request::Request;
 use serve::Producer;
-use session::{Dial, Line, Session};
+use session::{Line, Session};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
@@ -190,6 +203,7 @@ pub struct Node {
     lines: BTreeMap<ConnId, Line>,
     dials: Vec<Dial>,
     pub(super) pulls: BTreeMap<Key, Pull>,
+    pub(super) credits: Credits<PeerSession, (Key, PostArgs)>,
     pub(super) requests: BTreeMap<u64, Request>,
     request_last: u64,
     queue: VecDeque<u64>,
@@ -252,6 +266,7 @@ impl Node {
             lines: BTreeMap::new(),
             dials,
             pulls: BTreeMap::new(),
+            credits: Credits::new(CREDITS),
             requests: BTreeMap::new(),
             request_last: 0,
             queue: VecDeque::new(),

@@ -1,6 +1,7 @@
 //! The decode side: one attempt's machine with its reads, its checks and its waiter.
 
-use super::session::PullPath;
+use super::path::PullPath;
+use super::reads::{OutRead, PostArgs};
 use super::wait::Wait;
 use super::{Key, Node};
 use crate::sim::check::Invariant;
@@ -8,52 +9,28 @@ use crate::sim::context::Context;
 use crate::sim::coverage::pull_event;
 use crate::sim::model::{self, KV_BYTES, PAGE_TOKENS};
 use kvserve_kv::checksum::checksum;
+use kvserve_kv::credits::Short;
 use kvserve_kv::lease::PeerSession;
-use kvserve_kv::ledger::PageState;
 use kvserve_kv::pull::{Attempt, AttemptPhase, FailReason, PullEffect, PullEvent, PullNews};
-use kvserve_kv::transport::sim::LinkId;
-use kvserve_kv::{PageId, Read, Transport};
-use kvserve_runtime::{Deadline, EndReason, GuardKeeper as _, Nanos, WorkId};
+use kvserve_kv::session::RefuseReason;
+use kvserve_kv::{PageId, Transport};
+use kvserve_runtime::{Deadline, Nanos};
 use std::collections::VecDeque;
 use std::time::Duration;
-
-/// Reads a pull channel takes at once.
-const READS_IN_FLIGHT_MAX: usize = 64;
-
-/// How often a pull with reads out looks whether its connection has moved.
-const MOVED_LOOK: Duration = Duration::from_millis(50);
 
 /// How often a stopping attempt looks whether its last post is quiet.
 const QUIET_LOOK: Duration = Duration::from_millis(2);
 
-/// One read to be posted.
-#[derive(Clone, Copy, Debug)]
-pub struct PostArgs {
-    read: u64,
-    first: u32,
-    count: u32,
-    lease: u64,
-    epoch: u32,
-}
-
-struct ReadWait {
-    read: u64,
-    wait: Wait,
-    work: WorkId,
-    link: LinkId,
-}
-
 /// One attempt. See the module's text.
 pub struct Pull {
     pub machine: Attempt,
-    deadline: Deadline,
+    pub(super) deadline: Deadline,
     pub targets: Vec<PageId>,
     /// The tokens whose keys and values it pulls: for the check of what was committed.
     tokens: Vec<u32>,
-    reads: Vec<ReadWait>,
-    unquiet: Vec<(u64, Vec<PageId>)>,
+    /// Posted reads that have not ended well.
+    pub(super) out: Vec<OutRead>,
     checks: VecDeque<(u32, Vec<u64>)>,
-    moved: u64,
     request: u64,
     waiter_gone: bool,
     tick_at: Nanos,
@@ -75,10 +52,8 @@ impl Pull {
             deadline,
             targets,
             tokens,
-            reads: Vec::new(),
-            unquiet: Vec::new(),
+            out: Vec::new(),
             checks: VecDeque::new(),
-            moved: 0,
             request,
             waiter_gone: false,
             tick_at: Nanos(0),
@@ -88,18 +63,17 @@ impl Pull {
     }
 
     pub(super) fn waits(&self) -> impl Iterator<Item = &Wait> {
-        self.reads.iter().map(|read| &read.wait)
+        self.out.iter().filter_map(|out| out.wait.as_ref())
     }
 
     /// Reads that it has out: its credits.
     pub(super) fn reads_out(&self) -> usize {
-        self.reads.len()
+        self.waits().count()
     }
 
     fn next_look(&self, now: Nanos) -> Nanos {
         let tick = self.machine.next_tick(now);
         match self.machine.phase() {
-            AttemptPhase::Pulling if !self.unquiet.is_empty() => tick.min(now.after(MOVED_LOOK)),
             AttemptPhase::Stopping => now.after(QUIET_LOOK),
             AttemptPhase::Asked
             | AttemptPhase::Pulling
@@ -136,16 +110,28 @@ impl Node {
             pull.tick_at = pull.next_look(self.turned_at);
             self.pulls.insert(key, pull);
         }
+        self.pump(context);
         true
     }
 
+    /// Before a limit is judged: when did bytes last move, of its own channel, or of any if it
+    /// waits for what all of them share (PROTOCOL L2)?
     fn look_if_moved(&self, pull: &mut Pull, number: PeerSession, effects: &mut Vec<PullEffect>) {
-        if let Some(PullPath::Open(channel, _)) = self.sessions.get(&number).map(|s| s.path) {
-            let bytes = self.transport.borrow().bytes_received(channel);
-            if bytes != std::mem::replace(&mut pull.moved, bytes) {
-                pull.machine.on(self.turned_at, PullEvent::Moved, effects);
-            }
+        let channel_of = |session: &super::Session| match session.path {
+            PullPath::Open(channel, _) => Some(channel),
+            PullPath::None(_) | PullPath::Opening(_) => None,
+        };
+        let transport = self.transport.borrow();
+        let own = self.sessions.get(&number).and_then(channel_of);
+        let mut at = own.map_or(Nanos(0), |channel| transport.moved_at(channel));
+        if self.credits.short_of_peer(number, own) == Some(Short::Shard) {
+            let all = self.sessions.values().filter_map(channel_of);
+            at = all
+                .map(|channel| transport.moved_at(channel))
+                .max()
+                .unwrap_or(at);
         }
+        (pull.machine).on(self.turned_at, PullEvent::Moved(at), effects);
     }
 
     fn perform_pull(
@@ -173,20 +159,19 @@ impl Node {
                     lease,
                     epoch,
                 };
-                self.post_or_wait(context, pull, key, post, events);
+                self.queue_read(pull, key, post, events);
             }
             PullEffect::Check { first, checksums } => pull.checks.push_back((first, checksums)),
             PullEffect::StopReads => {
                 pull.checks.clear();
-                // Dropping the completions cancels their slots; the guards stay with those.
-                pull.reads.clear();
-                if self.is_quiet(pull) {
-                    events.push_back(PullEvent::Quiet);
-                }
+                self.stop_reads(pull, key);
+                events.extend(self.quiet_event(pull));
             }
+            PullEffect::EndSession => self.end_session(key.0, RefuseReason::ChannelStuck, false),
             PullEffect::News(news) => self.tell(context, pull, key, news),
             PullEffect::Ended { free } => {
                 *ended = true;
+                self.forget_reads(pull);
                 let targets = std::mem::take(&mut pull.targets);
                 if free && pull.waiter_gone {
                     self.keeper.ledger.with(|ledger| ledger.free(&targets));
@@ -218,6 +203,7 @@ impl Node {
                     FailReason::SessionEnded => "attempt failed: peer_lost",
                     FailReason::Read(_) => "attempt failed: read_failed",
                     FailReason::NoPost => "attempt failed: no_post",
+                    FailReason::NoCredit(_) => "attempt failed: no_credit",
                     FailReason::Checksum(_) => "attempt failed: checksum",
                     FailReason::CommitRefused(_) => "attempt failed: commit_refused",
                     FailReason::Fenced => "attempt failed: fenced",
@@ -261,166 +247,6 @@ impl Node {
         }
     }
 
-    /// Whether nothing that was posted can touch a target any more, or its page is quarantined.
-    fn is_quiet(&self, pull: &Pull) -> bool {
-        self.keeper.ledger.with(|ledger| {
-            pull.unquiet.iter().flat_map(|(_, run)| run).all(|page| {
-                ledger.named(*page) == 0 || ledger.state(*page) == PageState::Quarantined
-            })
-        })
-    }
-
-    // ---- reads --------------------------------------------------------------------------------
-
-    fn room(&self, number: PeerSession) -> usize {
-        match self.sessions.get(&number).map(|session| session.path) {
-            Some(PullPath::Open(_, link)) => {
-                READS_IN_FLIGHT_MAX
-                    - self
-                        .fabric
-                        .borrow()
-                        .in_flight(link)
-                        .min(READS_IN_FLIGHT_MAX)
-            }
-            Some(PullPath::None(_) | PullPath::Opening(_)) | None => 1,
-        }
-    }
-
-    fn post_or_wait(
-        &mut self,
-        context: &mut Context,
-        pull: &mut Pull,
-        key: Key,
-        post: PostArgs,
-        events: &mut VecDeque<PullEvent>,
-    ) {
-        let room = self.room(key.0) > 0;
-        let session = self
-            .sessions
-            .get_mut(&key.0)
-            .filter(|session| !session.ended);
-        match session {
-            Some(session) if !(room && session.waiting.is_empty()) => {
-                session.waiting.push_back((key, post));
-            }
-            Some(_) | None => {
-                if !self.post(context, pull, key.0, post) {
-                    events.push_back(PullEvent::NotPosted(post.read));
-                }
-            }
-        }
-    }
-
-    fn post(
-        &mut self,
-        context: &mut Context,
-        pull: &mut Pull,
-        number: PeerSession,
-        post: PostArgs,
-    ) -> bool {
-        let path = self.sessions.get(&number).map(|session| session.path);
-        let Some(PullPath::Open(channel, link)) = path else {
-            return false;
-        };
-        let from = post.first as usize;
-        let Some(into) = pull.targets.get(from..from + post.count as usize) else {
-            return false;
-        };
-        let into = into.to_vec();
-        let (guards, shadow) = self.keeper.guard(&into);
-        let completion = match self.hub.begin("peer.read", pull.deadline, Some(guards)) {
-            Ok(completion) => completion,
-            Err(full) => {
-                if let Some(guards) = full.guards {
-                    self.keeper.release(guards);
-                }
-                return false;
-            }
-        };
-        pull.unquiet.push((post.read, into.clone()));
-        let Ok(work) = self.hub.reserve(completion.slot(), channel, 1) else {
-            return false;
-        };
-        let read = Read {
-            lease: post.lease,
-            epoch: post.epoch,
-            first: post.first,
-            into,
-        };
-        let posted = {
-            let mut transport = self.transport.borrow_mut();
-            transport.set_tag(shadow);
-            transport.post(channel, work, vec![read])
-        };
-        if let Err(failed) = posted {
-            context.note(|| format!("{}: a post failed", self.plan.name));
-            self.hub.unpost(work, 1, failed.code);
-            return false;
-        }
-        pull.reads.push(ReadWait {
-            read: post.read,
-            wait: Wait::new(completion),
-            work,
-            link,
-        });
-        true
-    }
-
-    /// Posts what waits, as far as there is room.
-    pub(super) fn pump(&mut self, context: &mut Context, number: PeerSession) {
-        while self.room(number) > 0 {
-            let session = self.sessions.get_mut(&number);
-            let Some((key, post)) = session.and_then(|session| session.waiting.pop_front()) else {
-                break;
-            };
-            let Some(mut pull) = self.pulls.remove(&key) else {
-                continue;
-            };
-            let wanted = pull.machine.phase() == AttemptPhase::Pulling;
-            let posted = !wanted || self.post(context, &mut pull, number, post);
-            self.pulls.insert(key, pull);
-            if !posted {
-                self.feed(context, key, PullEvent::NotPosted(post.read));
-            }
-        }
-    }
-
-    /// Takes the results of reads that have ended.
-    pub(super) fn read_completions(&mut self, context: &mut Context) {
-        let due = |(key, pull): (&Key, &Pull)| pull.waits().any(Wait::is_due).then_some(*key);
-        let keys: Vec<Key> = self.pulls.iter().filter_map(due).collect();
-        for key in keys {
-            let mut ended: Vec<(u64, WorkId, LinkId, Result<(), EndReason>)> = Vec::new();
-            if let Some(pull) = self.pulls.get_mut(&key) {
-                pull.reads.retain_mut(|read| match read.wait.poll() {
-                    None => true,
-                    Some(result) => {
-                        ended.push((read.read, read.work, read.link, result));
-                        false
-                    }
-                });
-            }
-            for (read, work, link, result) in ended {
-                match result {
-                    Ok(()) => {
-                        if self.fabric.borrow().is_under_way(link, work) {
-                            let what = format!("read {read} is done, the card still has it (P3)");
-                            context.broke(Invariant::I5, what);
-                        }
-                        if let Some(pull) = self.pulls.get_mut(&key) {
-                            pull.unquiet.retain(|(kept, _)| *kept != read);
-                        }
-                        self.feed(context, key, PullEvent::ReadDone(read));
-                    }
-                    Err(reason) => {
-                        self.feed(context, key, PullEvent::ReadEnded(read, reason));
-                    }
-                }
-            }
-            self.pump(context, key.0);
-        }
-    }
-
     // ---- checks and time ----------------------------------------------------------------------
 
     pub(super) fn turn_pulls(&mut self, context: &mut Context) {
@@ -431,8 +257,15 @@ impl Node {
             let Some(pull) = self.pulls.get(&key) else {
                 continue;
             };
-            if pull.machine.phase() == AttemptPhase::Stopping && self.is_quiet(pull) {
-                self.feed(context, key, PullEvent::Quiet);
+            let quiet = match pull.machine.phase() {
+                AttemptPhase::Stopping => self.quiet_event(pull),
+                AttemptPhase::Asked
+                | AttemptPhase::Pulling
+                | AttemptPhase::Committing
+                | AttemptPhase::Ended => None,
+            };
+            if let Some(quiet) = quiet {
+                self.feed(context, key, quiet);
             } else if now >= pull.tick_at {
                 self.feed(context, key, PullEvent::Tick);
             }

@@ -256,7 +256,10 @@ impl Node {
             left_ns: deadline.left(now).as_nanos() as u64,
             held_pages: 0,
             prompt: prompt.clone(),
-            payload: payload::encode_sampling(&request.request.sampling),
+            payload: payload::encode_sampling(
+                &request.request.sampling,
+                request.facts.told() as u32,
+            ),
         };
         request.phase = Phase::Attempt {
             key,
@@ -367,6 +370,7 @@ impl Node {
         withheld.may_decode(tokens.len())?;
         let spec = SequenceSpec {
             tokens,
+            generated: request.facts.told(),
             new_tokens_max: left,
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),
@@ -441,6 +445,7 @@ impl Node {
         context.coverage.hit("request: computed here");
         let spec = SequenceSpec {
             tokens: request.facts.tokens(&request.request),
+            generated: request.facts.told(),
             new_tokens_max: request.facts.left(&request.request),
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),

@@ -1,0 +1,136 @@
+//! What a run is made of: drawn from its seed.
+
+use super::clock::{NodeClock, ms};
+use super::context::{Client, Context};
+use super::coverage::FAULTS;
+use super::model::{self, STOP_IDS, VOCAB};
+use super::node::NodePlan;
+use super::world::{Event, World};
+use kvserve_kv::ChecksumMode;
+use kvserve_kv::session::Role;
+
+/// Faults of one run at most.
+const FAULTS_MAX: u64 = 9;
+
+/// The faults stop here in every second run.
+const CALM_AT: (u64, u64) = (ms(3500), ms(6000));
+
+impl World {
+    /// The cluster, the clients and the faults of a seed.
+    pub fn from_seed(seed: u64, traced: bool) -> World {
+        let mut world = World::new(Context::new(seed, traced));
+        let rng = &mut world.context.rng;
+        let prefills = rng.range(2, 4) as usize;
+        let decodes = if rng.percent(80) { 2 } else { 3 };
+        let checksums = match rng.percent(35) {
+            true => ChecksumMode::Off,
+            false => ChecksumMode::Full,
+        };
+        for index in 0..prefills + decodes {
+            world.settle_one(index, prefills, checksums);
+        }
+        let requests = world.context.rng.range(8, 15);
+        for _ in 0..requests {
+            let client = world.add_client(false);
+            let at = world.context.rng.range(ms(20), ms(2600));
+            world.at(at, Event::Arrive(client));
+        }
+        let faults = world.context.rng.range(4, FAULTS_MAX + 1);
+        for _ in 0..faults {
+            // Without checksums bent pages cannot be told from good ones.
+            let kind = loop {
+                let kind = world.context.rng.below(FAULTS.len() as u64) as usize;
+                let bends = matches!(
+                    FAULTS[kind],
+                    "fault: page corrupted" | "fault: page truncated"
+                );
+                if !(bends && checksums == ChecksumMode::Off) {
+                    break kind;
+                }
+            };
+            let at = world.context.rng.range(ms(10), ms(3000));
+            world.at(at, Event::Fault { kind, tries: 0 });
+        }
+        world.at(ms(1800), Event::AtLeast);
+        if seed.is_multiple_of(2) {
+            let at = world.context.rng.range(CALM_AT.0, CALM_AT.1);
+            world.at(at, Event::Calm);
+            world.expects_later = true;
+        }
+        world.at(ms(100), Event::Report);
+        world.at(ms(3000), Event::Rest);
+        world
+    }
+
+    fn settle_one(&mut self, index: usize, prefills: usize, checksums: ChecksumMode) {
+        let rng = &mut self.context.rng;
+        let decodes = index >= prefills;
+        let role = match (decodes, rng.percent(35)) {
+            (true, _) => Role::Decode,
+            (false, true) => Role::Hybrid,
+            (false, false) => Role::Prefill,
+        };
+        let pages = if rng.percent(60) {
+            rng.range(10, 20)
+        } else {
+            rng.range(20, 48)
+        };
+        let drift = if rng.percent(60) {
+            rng.below(21) as i64 - 10
+        } else {
+            0
+        };
+        let plan = NodePlan {
+            index,
+            name: format!("{role}-{index}"),
+            role,
+            pages: pages as usize,
+            dials: if decodes {
+                (0..prefills).collect()
+            } else {
+                Vec::new()
+            },
+            checksums,
+            one_sided: rng.percent(50),
+        };
+        let clock = NodeClock {
+            offset: rng.range(1_000_000_000, 90_000_000_000),
+            drift_permille: drift,
+        };
+        if drift != 0 {
+            self.context.coverage.hit("fault: clock drifts");
+        }
+        self.settle(plan, clock);
+    }
+
+    /// A client with a prompt that shares its beginning with others.
+    pub fn add_client(&mut self, later: bool) -> usize {
+        let rng = &mut self.context.rng;
+        let shared = rng.below(3) as u32;
+        let prefix = rng.range(0, 13) as u32;
+        let own = rng.range(1, 13);
+        let id = |place: u32, base: u32| STOP_IDS + (base * 97 + place * 31) % (VOCAB - STOP_IDS);
+        let mut prompt: Vec<u32> = (0..prefix).map(|place| id(place, shared)).collect();
+        for _ in 0..own {
+            prompt.push(STOP_IDS + rng.below(u64::from(VOCAB - STOP_IDS)) as u32);
+        }
+        let max_tokens = rng.range(1, 13) as u32;
+        let timeout_ns = if later {
+            ms(5000)
+        } else {
+            rng.range(ms(1500), ms(4500))
+        };
+        let (expected, _finish) = model::oracle(&prompt, max_tokens);
+        self.context.clients.push(Client {
+            prompt,
+            max_tokens,
+            timeout_ns,
+            until: 0,
+            expected,
+            told: 0,
+            outcome: None,
+            later,
+        });
+        self.context.clients.len() - 1
+    }
+}
