@@ -5,8 +5,10 @@
 //! anything; it only says when a core was wrong.
 
 use super::check::{Invariant, Violation};
+use super::model::PAGE_TOKENS;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::ledger::{AllocateAs, LedgerCell, PageState};
+use kvserve_kv::prefix::PrefixConfig;
 use kvserve_kv::session::AttemptId;
 use kvserve_kv::transport::sim::{SourceTouch, Witness};
 use kvserve_kv::{Ledger, PageId};
@@ -80,7 +82,12 @@ impl Keeper {
             state: PageState::Free,
         };
         Rc::new(Keeper {
-            ledger: Rc::new(LedgerCell::new(Ledger::new(pages))),
+            ledger: Rc::new(LedgerCell::new(Ledger::new(pages).with_prefix_cache(
+                PrefixConfig {
+                    page_tokens: PAGE_TOKENS,
+                    seed: 1,
+                },
+            ))),
             by_number: RefCell::default(),
             guards: RefCell::default(),
             pages: RefCell::new((0..pages).map(shadow).collect()),
@@ -145,6 +152,14 @@ impl Keeper {
                 match (shadow.state, state) {
                     (_, PageState::Free) => shadow.tenancy += 1,
                     (PageState::Free, _) => handed_out(place),
+                    // Evicted from the prefix cache and handed out within one event.
+                    (
+                        PageState::Ready | PageState::Leased | PageState::Stopping,
+                        PageState::Building | PageState::Pulling,
+                    ) => {
+                        shadow.tenancy += 1;
+                        handed_out(place);
+                    }
                     _ => {}
                 }
                 shadow.state = state;
