@@ -104,6 +104,7 @@ async fn migrate(node: &Node, args: &Args) -> (u64, u64) {
         attempt: 1,
         prompt: vec![1; args.pages * 16],
         payload: Vec::new(),
+        held_pages: 0,
         into: node.pages(args.pages, AllocateAs::Pulling),
         deadline: Deadline::after(Nanos::now(), LIMIT),
     };
