@@ -94,7 +94,7 @@ pub fn judge(fleet: &Fleet, tally: Tally) -> Verdict {
             sum("kvserve_reads_reposted_total"),
             sum("kvserve_attempts_at_limit_total"),
         ),
-        bytes: sum("kvserve_path_bytes_total"),
+        bytes: sum("kvserve_pulled_bytes_total"),
         latest: (
             most("kvserve_attempt_limit_late_seconds_max"),
             most("kvserve_attempt_pages_back_seconds_max"),
