@@ -8,11 +8,15 @@
 //! |---|---|
 //! | `tcp/` | data connections: the decode node's [`tcp::TcpTransport`], the prefill node's [`tcp::TcpReadServer`] |
 //! | `shm/` | [`shm::ShmTransport`]: copies out of the pools of peers on this host |
+//! | `rdma/` | [`rdma::RdmaTransport`]: READs by the card out of peers' pools, and into ours |
+//! | `places.rs` | where leased pages lie, for the two transports that read by themselves |
 //! | `sim/` | the simulator's network card: real bytes, virtual time, ownership asserted at touch |
 //! | `chaos.rs` | faults on purpose, between any transport's `poll` and the slab |
-//! | `sys.rs` | epoll, timerfd, readv, sendmsg; with `shm/sys.rs` the only `libc` calls of this folder |
+//! | `sys.rs` | epoll, timerfd, readv, sendmsg; with `shm/sys.rs` and `rdma/verbs/` the only `libc` calls of this folder |
 
 pub mod chaos;
+pub mod places;
+pub mod rdma;
 pub mod shm;
 pub mod sim;
 mod sys;
@@ -44,6 +48,12 @@ pub mod code {
     pub const GENERATION: u32 = LOCAL | 0x8001;
     /// Where these pages of the lease lie was not told, or the lease is over.
     pub const NO_PLACE: u32 = LOCAL | 0x8002;
+    /// A completion that no work on its way can have given (PROTOCOL P3).
+    pub const STRAY: u32 = LOCAL | 0x8003;
+    /// Added to the status (below 256) of a failed RDMA completion.
+    pub const VERBS: u32 = LOCAL | 0x9000;
+    /// Added to the number (below 256) of the RDMA device's event that ended a channel.
+    pub const VERBS_EVENT: u32 = LOCAL | 0x9100;
     /// The chaos hook made a good completion fail.
     pub const CHAOS: u32 = LOCAL | 0x8000;
 
@@ -60,6 +70,13 @@ pub mod code {
             GENERATION => "page was reused while it was copied".into(),
             NO_PLACE => "pages of the lease are not known here".into(),
             CHAOS => "failed by the chaos hook".into(),
+            STRAY => "a completion of work that was not on its way".into(),
+            verbs if verbs & !0xFF == VERBS => {
+                format!("RDMA read failed with status {}", verbs & 0xFF)
+            }
+            event if event & !0xFF == VERBS_EVENT => {
+                format!("RDMA device event {} ended the connection", event & 0xFF)
+            }
             local if local >= LOCAL => {
                 std::io::Error::from_raw_os_error((local - LOCAL) as i32).to_string()
             }

@@ -13,6 +13,22 @@ pub(crate) const IOVECS_MAX: usize = 1024;
 /// Readiness events taken in one look: one turn hands out no more completions either.
 const EVENTS_MAX: usize = 64;
 
+/// The NUMA node of the processor that runs this thread now; on a pinned shard that is the
+/// shard's. `None` when the kernel does not tell.
+pub(crate) fn numa_node_of_this_thread() -> Option<u32> {
+    let (mut cpu, mut node) = (0_u32, 0_u32);
+    // SAFETY: two valid places; the third argument has had no meaning since Linux 2.6.24.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_getcpu,
+            &raw mut cpu,
+            &raw mut node,
+            ptr::null_mut::<libc::c_void>(),
+        )
+    };
+    (done == 0).then_some(node)
+}
+
 /// What to be told of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interest {

@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
-/// Huge pages are 2 MiB on x86-64: what is larger starts at such a border, so that the kernel
+/// Huge pages are 2 MiB on x86-64: what is larger is mapped at such a border, so that the kernel
 /// can back it with them (weights are streamed once a step; 4 KiB pages cost a TLB miss each).
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// What is smaller starts at a cache line.
@@ -23,6 +23,8 @@ pub(crate) unsafe trait Plain: Copy {}
 // SAFETY: zero bytes are the number zero.
 unsafe impl Plain for u8 {}
 // SAFETY: zero bytes are the number zero.
+unsafe impl Plain for u32 {}
+// SAFETY: zero bytes are the number zero.
 unsafe impl Plain for f32 {}
 
 // SAFETY: it owns its memory as a `Box<[T]>` does.
@@ -31,32 +33,32 @@ unsafe impl<T: Plain + Send> Send for Aligned<T> {}
 unsafe impl<T: Plain + Sync> Sync for Aligned<T> {}
 
 impl<T: Plain> Aligned<T> {
-    fn layout(length: usize) -> Layout {
-        let bytes = length
+    fn bytes(length: usize) -> usize {
+        length
             .checked_mul(size_of::<T>())
-            .expect("a buffer larger than the address space");
-        let align = if bytes >= HUGE_PAGE_BYTES {
-            HUGE_PAGE_BYTES
-        } else {
-            LINE_BYTES
-        };
-        Layout::from_size_align(bytes.max(1), align)
             .expect("a buffer larger than the address space")
     }
 
-    /// `length` zeroes.
+    /// How a small buffer is allocated.
+    fn layout(bytes: usize) -> Layout {
+        Layout::from_size_align(bytes.max(1), LINE_BYTES)
+            .expect("a buffer larger than the address space")
+    }
+
+    /// `length` zeroes. Pages of a large buffer are touched on first use, by whoever uses them.
     pub fn zeroed(length: usize) -> Self {
-        let layout = Self::layout(length);
-        // SAFETY: the layout has at least one byte.
-        let start = unsafe { alloc_zeroed(layout) };
-        let Some(start) = NonNull::new(start.cast::<T>()) else {
+        let bytes = Self::bytes(length);
+        let layout = Self::layout(bytes);
+        let start = if bytes >= HUGE_PAGE_BYTES {
+            map_huge(bytes)
+        } else {
+            // SAFETY: the layout has at least one byte.
+            NonNull::new(unsafe { alloc_zeroed(layout) })
+        };
+        let Some(start) = start else {
             handle_alloc_error(layout)
         };
-        if layout.align() == HUGE_PAGE_BYTES {
-            // Advice only: whether it is taken changes no result.
-            // SAFETY: the range was just allocated and is ours.
-            unsafe { libc::madvise(start.as_ptr().cast(), layout.size(), libc::MADV_HUGEPAGE) };
-        }
+        let start = start.cast();
         Aligned { start, length }
     }
 
@@ -84,10 +86,52 @@ impl<T: Plain> Aligned<T> {
     }
 }
 
+/// Maps zeroed memory at a huge-page border; `None` when there is none.
+fn map_huge(bytes: usize) -> Option<NonNull<u8>> {
+    let length = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+    // One huge page more than asked for, so that a border lies in the first of them.
+    let mapped = length.checked_add(HUGE_PAGE_BYTES)?;
+    // SAFETY: a new private mapping; then the parts before and after the aligned one are given
+    // back, which nobody has seen. Advice on the rest changes no result.
+    unsafe {
+        let base = libc::mmap(
+            std::ptr::null_mut(),
+            mapped,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        );
+        if base == libc::MAP_FAILED {
+            return None;
+        }
+        let base = base.cast::<u8>();
+        let before = base.align_offset(HUGE_PAGE_BYTES);
+        let start = base.add(before);
+        if before > 0 {
+            libc::munmap(base.cast(), before);
+        }
+        let after = mapped - before - length;
+        if after > 0 {
+            libc::munmap(start.add(length).cast(), after);
+        }
+        libc::madvise(start.cast(), length, libc::MADV_HUGEPAGE);
+        NonNull::new(start)
+    }
+}
+
 impl<T: Plain> Drop for Aligned<T> {
     fn drop(&mut self) {
-        // SAFETY: allocated by `zeroed` with this very layout.
-        unsafe { dealloc(self.start.as_ptr().cast(), Self::layout(self.length)) }
+        let bytes = Self::bytes(self.length);
+        let start = self.start.as_ptr();
+        // SAFETY: made by `zeroed` in the same way, by the same length.
+        unsafe {
+            if bytes >= HUGE_PAGE_BYTES {
+                libc::munmap(start.cast(), bytes.next_multiple_of(HUGE_PAGE_BYTES));
+            } else {
+                dealloc(start.cast(), Self::layout(bytes));
+            }
+        }
     }
 }
 

@@ -18,9 +18,9 @@ use kvserve_kv::PageId;
 use kvserve_kv::layout::KeyOrValue;
 
 /// Tokens of a block: keys and values of one (64 x 64 floats each) stay in a 48 KiB L1.
-const BLOCK_TOKENS: usize = 64;
+pub(crate) const BLOCK_TOKENS: usize = 64;
 /// Tokens of a span.
-const SPAN_TOKENS: usize = 512;
+pub(crate) const SPAN_TOKENS: usize = 512;
 /// Query vectors of a tile at most (unless one row has more heads): 4 full register blocks of 12.
 const TILE_VECTORS: usize = 48;
 
@@ -60,15 +60,11 @@ pub(crate) struct Scratch {
     queries: Aligned<f32>,
     /// `[vector][token]`
     scores: Aligned<f32>,
-    /// `[vector][padded_dim]` of the present span.
-    span: Aligned<f32>,
-    /// `[vector][padded_dim]` of all spans before.
-    total: Aligned<f32>,
-    span_state: Vec<(f32, f32)>,
-    total_state: Vec<(f32, f32)>,
+    spans: Spans,
 }
 
-const NOTHING_YET: (f32, f32) = (f32::NEG_INFINITY, 0.0);
+/// Running maximum and sum of a vector that has met no token.
+pub(crate) const NOTHING_YET: (f32, f32) = (f32::NEG_INFINITY, 0.0);
 
 impl Scratch {
     pub fn new(head_dim: usize, group: usize) -> Self {
@@ -81,10 +77,86 @@ impl Scratch {
             keys: Aligned::zeroed(padded_dim * BLOCK_TOKENS),
             queries: Aligned::zeroed(vectors * padded_dim),
             scores: Aligned::zeroed(vectors * BLOCK_TOKENS),
-            span: Aligned::zeroed(vectors * padded_dim),
-            total: Aligned::zeroed(vectors * padded_dim),
-            span_state: vec![NOTHING_YET; vectors],
-            total_state: vec![NOTHING_YET; vectors],
+            spans: Spans::new(head_dim, padded_dim, vectors),
+        }
+    }
+}
+
+/// The present span's result of each vector of a tile, and that of all spans before.
+pub(crate) struct Spans {
+    head_dim: usize,
+    padded_dim: usize,
+    /// Vectors of the present tile.
+    vectors: usize,
+    /// `[vector][padded_dim]` of the present span.
+    pub span: Aligned<f32>,
+    /// Running maximum and sum of the present span.
+    pub span_state: Vec<(f32, f32)>,
+    /// `[vector][padded_dim]` of all spans before.
+    total: Aligned<f32>,
+    total_state: Vec<(f32, f32)>,
+}
+
+impl Spans {
+    pub fn new(head_dim: usize, padded_dim: usize, vectors_max: usize) -> Self {
+        Spans {
+            head_dim,
+            padded_dim,
+            vectors: 0,
+            span: Aligned::zeroed(vectors_max * padded_dim),
+            total: Aligned::zeroed(vectors_max * padded_dim),
+            span_state: vec![NOTHING_YET; vectors_max],
+            total_state: vec![NOTHING_YET; vectors_max],
+        }
+    }
+
+    /// Starts a tile.
+    pub fn begin(&mut self, tile: &Tile<'_>) {
+        self.vectors = tile.rows * tile.group;
+        assert!(
+            self.vectors <= self.span_state.len(),
+            "a tile of {} rows",
+            tile.rows
+        );
+        self.total_state[..self.vectors].fill(NOTHING_YET);
+        self.total.as_mut_slice()[..self.vectors * self.padded_dim].fill(0.0);
+    }
+
+    /// Starts a span.
+    pub fn begin_span(&mut self) {
+        self.span_state[..self.vectors].fill(NOTHING_YET);
+        self.span.as_mut_slice()[..self.vectors * self.padded_dim].fill(0.0);
+    }
+
+    /// Folds the present span into the total.
+    ///
+    /// # Safety
+    /// The processor has `S`.
+    pub unsafe fn fold<S: Lanes>(&mut self) {
+        // SAFETY: passed on.
+        unsafe { S::enter(Fold(self)) }
+    }
+
+    /// Writes the tile's results.
+    ///
+    /// # Safety
+    /// The tile's results are this thread's alone.
+    pub unsafe fn finish(&self, tile: &Tile<'_>) {
+        let dim = self.head_dim;
+        let results = self.total.as_slice().chunks_exact(self.padded_dim);
+        for (vector, from) in results.take(self.vectors).enumerate() {
+            let (row, head) = (vector / tile.group, vector % tile.group);
+            // SAFETY: a head of a row of the tile, ours to write.
+            let to = unsafe {
+                std::slice::from_raw_parts_mut(
+                    tile.out.add(row * tile.out_stride + head * dim),
+                    dim,
+                )
+            };
+            let sum = self.total_state[vector].1;
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = from / sum;
+            }
         }
     }
 }
@@ -95,32 +167,21 @@ impl Scratch {
 /// The tile's queries are readable and its results writable by this thread alone; nobody writes
 /// keys or values of positions up to the last row's; the processor has `S`.
 pub(crate) unsafe fn attend<S: Lanes>(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch) {
-    let vectors = tile.rows * tile.group;
-    assert!(
-        vectors <= scratch.span_state.len(),
-        "a tile of {} rows",
-        tile.rows
-    );
     assert_eq!(scratch.head_dim, kv.layout().head_dim);
+    scratch.spans.begin(tile);
     // SAFETY: passed on; the scratch was sized for this head and as many vectors.
     unsafe {
         gather_queries(tile, scratch);
-        scratch.total_state[..vectors].fill(NOTHING_YET);
-        scratch.total.as_mut_slice()[..vectors * scratch.padded_dim].fill(0.0);
         let end = tile.position + tile.rows;
         for span_start in (0..end).step_by(SPAN_TOKENS) {
-            scratch.span_state[..vectors].fill(NOTHING_YET);
-            scratch.span.as_mut_slice()[..vectors * scratch.padded_dim].fill(0.0);
+            scratch.spans.begin_span();
             let span_end = end.min(span_start + SPAN_TOKENS);
             for block_start in (span_start..span_end).step_by(BLOCK_TOKENS) {
                 block::<S>(kv, tile, scratch, block_start);
             }
-            S::enter(Fold {
-                scratch: &mut *scratch,
-                vectors,
-            });
+            scratch.spans.fold::<S>();
         }
-        scatter_results(tile, scratch);
+        scratch.spans.finish(tile);
     }
 }
 
@@ -138,24 +199,6 @@ unsafe fn gather_queries(tile: &Tile<'_>, scratch: &mut Scratch) {
         };
         for (to, from) in to.iter_mut().zip(from) {
             *to = from * scale;
-        }
-    }
-}
-
-/// # Safety
-/// As [`attend`].
-unsafe fn scatter_results(tile: &Tile<'_>, scratch: &Scratch) {
-    let (dim, padded) = (scratch.head_dim, scratch.padded_dim);
-    let results = scratch.total.as_slice().chunks_exact(padded);
-    for (vector, from) in results.take(tile.rows * tile.group).enumerate() {
-        let (row, head) = (vector / tile.group, vector % tile.group);
-        // SAFETY: a head of a row of the tile, ours to write.
-        let to = unsafe {
-            std::slice::from_raw_parts_mut(tile.out.add(row * tile.out_stride + head * dim), dim)
-        };
-        let sum = scratch.total_state[vector].1;
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from / sum;
         }
     }
 }
@@ -209,12 +252,12 @@ unsafe fn block<S: Lanes>(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, 
         product::<S>(scores, vectors.len(), loaded.div_ceil(16));
         for vector in vectors.clone() {
             let valid = (tile.position + vector / group + 1 - start).min(BLOCK_TOKENS);
-            let (maximum, sum) = scratch.span_state[vector];
-            scratch.span_state[vector] = S::enter(SoftmaxBlock {
+            let (maximum, sum) = scratch.spans.span_state[vector];
+            scratch.spans.span_state[vector] = S::enter(SoftmaxBlock {
                 scores: scratch.scores.as_ptr().add(vector * BLOCK_TOKENS),
                 valid,
                 length: BLOCK_TOKENS,
-                result: scratch.span.as_ptr().add(vector * padded),
+                result: scratch.spans.span.as_ptr().add(vector * padded),
                 result_length: padded,
                 maximum,
                 sum,
@@ -235,7 +278,7 @@ unsafe fn block<S: Lanes>(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, 
             w: scratch.rows.as_ptr(),
             w_stride: padded,
             k: tokens,
-            out: scratch.span.as_ptr().add(first_vector * padded),
+            out: scratch.spans.span.as_ptr().add(first_vector * padded),
             out_stride: padded,
             mode: SumMode::Chain,
         };
@@ -303,29 +346,26 @@ impl Op for TransposeKeys {
 }
 
 /// Folds the present span into the total.
-struct Fold<'a> {
-    scratch: &'a mut Scratch,
-    vectors: usize,
-}
+struct Fold<'a>(&'a mut Spans);
 
 impl Op for Fold<'_> {
     type Out = ();
 
     #[inline(always)]
     unsafe fn run<S: Lanes>(self) {
-        let padded = self.scratch.padded_dim;
-        for vector in 0..self.vectors {
-            let (span_maximum, span_sum) = self.scratch.span_state[vector];
+        let padded = self.0.padded_dim;
+        for vector in 0..self.0.vectors {
+            let (span_maximum, span_sum) = self.0.span_state[vector];
             if span_maximum == f32::NEG_INFINITY {
                 continue; // the vector's position lies before this span
             }
             let range = vector * padded..(vector + 1) * padded;
-            let span = &self.scratch.span.as_slice()[range.clone()];
-            let total = &mut self.scratch.total.as_mut_slice()[range];
-            let (maximum, sum) = self.scratch.total_state[vector];
+            let span = &self.0.span.as_slice()[range.clone()];
+            let total = &mut self.0.total.as_mut_slice()[range];
+            let (maximum, sum) = self.0.total_state[vector];
             if maximum == f32::NEG_INFINITY {
                 total.copy_from_slice(span);
-                self.scratch.total_state[vector] = (span_maximum, span_sum);
+                self.0.total_state[vector] = (span_maximum, span_sum);
                 continue;
             }
             let new = maximum.max(span_maximum);
@@ -342,7 +382,7 @@ impl Op for Fold<'_> {
                     S::store(total.as_mut_ptr().add(i), value);
                 }
             }
-            self.scratch.total_state[vector] = (new, sum * fades[0] + span_sum * fades[1]);
+            self.0.total_state[vector] = (new, sum * fades[0] + span_sum * fades[1]);
         }
     }
 }

@@ -6,6 +6,7 @@ use super::lanes::Lanes;
 use super::lanes_portable::Portable;
 use super::packed::PackedModel;
 use super::paged_kv::PagedKv;
+use super::phases::{Clock, Phase, PhaseCost};
 use super::plan::{Bounds, Checker, Cursor, InvalidStep, Pass};
 use super::rope::Rope;
 use super::team::{Member, Team};
@@ -141,16 +142,21 @@ impl CpuEngine {
                 error,
             }
         })?;
-        let team = Team::start(options.threads, &options.cores, options.nice)
+        let mut team = Team::start(options.threads, &options.cores, options.nice)
             .map_err(CpuEngineError::Threads)?;
-        let model = PackedModel::pack(config, options.dtype, tensor);
+        let model = PackedModel::pack(config, options.dtype, tensor, &mut team);
         let rope = Rope::new(config.head_dim, config.rope_theta, rope);
+        let arithmetic = isa.arithmetic(options.dtype);
         let work = match isa.0 {
-            Level::Portable => Workspace::new::<Portable>(&model, &rope, team.threads()),
+            Level::Portable => {
+                Workspace::new::<Portable>(&model, &rope, team.threads(), arithmetic)
+            }
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Workspace::new::<Avx2>(&model, &rope, team.threads()),
+            Level::Avx2 => Workspace::new::<Avx2>(&model, &rope, team.threads(), arithmetic),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Workspace::new::<Avx512>(&model, &rope, team.threads()),
+            Level::Avx512 | Level::Avx512Int8 | Level::Avx512Dots => {
+                Workspace::new::<Avx512>(&model, &rope, team.threads(), arithmetic)
+            }
         };
         let kv = PagedKv::new(Arc::new(pool), layout);
         let checker = checker(config, &kv);
@@ -201,6 +207,7 @@ impl CpuEngine {
             work: &self.work,
             pass: &self.pass,
             step,
+            arithmetic: self.isa.arithmetic(self.kv.layout().dtype),
             pulse: self.pulse.as_deref(),
         };
         match self.isa.0 {
@@ -208,7 +215,9 @@ impl CpuEngine {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => lead::<Avx2>(&mut self.team, &forward),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => lead::<Avx512>(&mut self.team, &forward),
+            Level::Avx512 | Level::Avx512Int8 | Level::Avx512Dots => {
+                lead::<Avx512>(&mut self.team, &forward)
+            }
         }
     }
 
@@ -241,6 +250,28 @@ impl CpuEngine {
     /// the memory's bandwidth.
     pub fn streamed_bytes(&self) -> usize {
         self.model.streamed_bytes()
+    }
+
+    /// Where passes have spent their time.
+    pub fn phases(&mut self) -> Vec<PhaseCost> {
+        let own = self.work.own[0].get_mut();
+        let clock = &own.unwrap_or_else(PoisonError::into_inner).clock;
+        let cost = |phase| {
+            let (weight_bytes, row_products) = self.model.weights_of(phase);
+            PhaseCost {
+                phase,
+                nanoseconds: clock.spent(phase),
+                weight_bytes,
+                row_products,
+            }
+        };
+        Phase::ALL.map(cost).to_vec()
+    }
+
+    /// Starts the count of [`CpuEngine::phases`] anew.
+    pub fn reset_phases(&mut self) {
+        let own = self.work.own[0].get_mut();
+        own.unwrap_or_else(PoisonError::into_inner).clock = Clock::new();
     }
 
     /// Signs of life to give several times a layer, so that a long step does not look like a dead lane.

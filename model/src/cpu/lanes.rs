@@ -8,7 +8,7 @@
 //! # Safety
 //! All methods of [`Lanes`] ask the same: the processor has the instruction set (kept by
 //! [`super::isa::Isa`], the only maker of a choice), pointers are valid for the 16 elements that
-//! the method names (64 bytes of nibbles), and no alignment is asked for.
+//! the method names (64 bytes of words), and no alignment is asked for.
 
 /// A kernel, to be run at one instruction set.
 pub(crate) trait Op {
@@ -58,8 +58,8 @@ pub(crate) enum SumMode {
 pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     /// Sixteen floats.
     type V: Copy;
-    /// Sixteen 32-bit words, each with eight 4-bit numbers, the lowest first.
-    type Nibbles: Copy;
+    /// Sixteen 32-bit words, each with numbers of 4, 8 or 16 bits, the lowest first.
+    type Words: Copy;
     /// Rows of the largest register block.
     const MICRO_ROWS: usize;
     /// Column groups (of 16) of the largest register block.
@@ -96,16 +96,20 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     unsafe fn reduce_max(a: Self::V) -> f32;
     /// Sixteen half-precision numbers.
     unsafe fn load_f16(from: *const u16) -> Self::V;
-    /// Sixteen bfloat16 numbers.
-    unsafe fn load_bf16(from: *const u16) -> Self::V;
-    /// Sixteen signed bytes as floats.
-    unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// 64 bytes of nibbles.
-    unsafe fn load_nibbles(from: *const u8) -> Self::Nibbles;
-    /// The lowest nibble of each lane as a float.
-    unsafe fn lowest(nibbles: Self::Nibbles) -> Self::V;
-    /// Drops the lowest nibble of each lane.
-    unsafe fn next(nibbles: Self::Nibbles) -> Self::Nibbles;
+    /// 64 bytes.
+    unsafe fn load_words(from: *const u8) -> Self::Words;
+    /// The lowest 4 bits of each word as a float.
+    unsafe fn low_nibble(words: Self::Words) -> Self::V;
+    /// The lowest 8 bits of each word as a float, 0 to 255.
+    unsafe fn low_byte(words: Self::Words) -> Self::V;
+    /// The lowest 16 bits of each word, a bfloat16.
+    unsafe fn low_bf16(words: Self::Words) -> Self::V;
+    /// The highest 16 bits of each word, a bfloat16.
+    unsafe fn high_bf16(words: Self::Words) -> Self::V;
+    /// Drops the lowest 4 bits of each word.
+    unsafe fn drop_nibble(words: Self::Words) -> Self::Words;
+    /// Drops the lowest 8 bits of each word.
+    unsafe fn drop_byte(words: Self::Words) -> Self::Words;
 
     /// Asks for a cache line that will be read soon; any address may be given.
     #[inline(always)]

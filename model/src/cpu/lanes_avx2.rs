@@ -24,9 +24,18 @@ unsafe fn halves(a: Pair) -> (__m128, __m128) {
     (_mm256_castps256_ps128(a.0), _mm256_extractf128_ps::<1>(a.0))
 }
 
+#[inline(always)]
+unsafe fn masked(words: (__m256i, __m256i), mask: i32) -> Pair {
+    let mask = _mm256_set1_epi32(mask);
+    Pair(
+        _mm256_cvtepi32_ps(_mm256_and_si256(words.0, mask)),
+        _mm256_cvtepi32_ps(_mm256_and_si256(words.1, mask)),
+    )
+}
+
 impl Lanes for Avx2 {
     type V = Pair;
-    type Nibbles = (__m256i, __m256i);
+    type Words = (__m256i, __m256i);
     // 6 rows x 2 registers of sums, 2 of weights, 1 broadcast: 15 of 16 registers.
     const MICRO_ROWS: usize = 6;
     const MICRO_GROUPS: usize = 1;
@@ -144,41 +153,47 @@ impl Lanes for Avx2 {
         )
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Pair {
-        let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-        let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(8).cast()));
-        Pair(
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
-        )
-    }
-    #[inline(always)]
-    unsafe fn load_i8(from: *const i8) -> Pair {
-        let bytes = _mm_loadu_si128(from.cast());
-        let low = _mm256_cvtepi8_epi32(bytes);
-        let high = _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes));
-        Pair(_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> Self::Nibbles {
+    unsafe fn load_words(from: *const u8) -> Self::Words {
         (
             _mm256_loadu_si256(from.cast()),
             _mm256_loadu_si256(from.add(32).cast()),
         )
     }
     #[inline(always)]
-    unsafe fn lowest(nibbles: Self::Nibbles) -> Pair {
-        let mask = _mm256_set1_epi32(15);
+    unsafe fn low_nibble(words: Self::Words) -> Pair {
+        masked(words, 15)
+    }
+    #[inline(always)]
+    unsafe fn low_byte(words: Self::Words) -> Pair {
+        masked(words, 255)
+    }
+    #[inline(always)]
+    unsafe fn low_bf16(words: Self::Words) -> Pair {
         Pair(
-            _mm256_cvtepi32_ps(_mm256_and_si256(nibbles.0, mask)),
-            _mm256_cvtepi32_ps(_mm256_and_si256(nibbles.1, mask)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words.0)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words.1)),
         )
     }
     #[inline(always)]
-    unsafe fn next(nibbles: Self::Nibbles) -> Self::Nibbles {
+    unsafe fn high_bf16(words: Self::Words) -> Pair {
+        let mask = _mm256_set1_epi32(-0x1_0000);
+        Pair(
+            _mm256_castsi256_ps(_mm256_and_si256(words.0, mask)),
+            _mm256_castsi256_ps(_mm256_and_si256(words.1, mask)),
+        )
+    }
+    #[inline(always)]
+    unsafe fn drop_nibble(words: Self::Words) -> Self::Words {
         (
-            _mm256_srli_epi32::<4>(nibbles.0),
-            _mm256_srli_epi32::<4>(nibbles.1),
+            _mm256_srli_epi32::<4>(words.0),
+            _mm256_srli_epi32::<4>(words.1),
+        )
+    }
+    #[inline(always)]
+    unsafe fn drop_byte(words: Self::Words) -> Self::Words {
+        (
+            _mm256_srli_epi32::<8>(words.0),
+            _mm256_srli_epi32::<8>(words.1),
         )
     }
 }

@@ -27,7 +27,7 @@ unsafe fn low_and_high(a: __m512) -> (__m256, __m256) {
 
 impl Lanes for Avx512 {
     type V = __m512;
-    type Nibbles = __m512i;
+    type Words = __m512i;
     // 12 rows x 2 registers of sums, 2 of weights, the broadcasts: 28 of 32 registers.
     const MICRO_ROWS: usize = 12;
     const MICRO_GROUPS: usize = 2;
@@ -127,29 +127,36 @@ impl Lanes for Avx512 {
         _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> __m512 {
-        let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
-    }
-    #[inline(always)]
-    unsafe fn load_i8(from: *const i8) -> __m512 {
-        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> __m512i {
+    unsafe fn load_words(from: *const u8) -> __m512i {
         _mm512_loadu_si512(from.cast())
     }
     #[inline(always)]
-    unsafe fn lowest(nibbles: __m512i) -> __m512 {
+    unsafe fn low_nibble(words: __m512i) -> __m512 {
         // A permute reads the low four bits of each index only: mask and conversion in one.
         let table = _mm512_setr_ps(
             0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
         );
-        _mm512_permutexvar_ps(nibbles, table)
+        _mm512_permutexvar_ps(words, table)
     }
     #[inline(always)]
-    unsafe fn next(nibbles: __m512i) -> __m512i {
-        _mm512_srli_epi32::<4>(nibbles)
+    unsafe fn low_byte(words: __m512i) -> __m512 {
+        _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(255)))
+    }
+    #[inline(always)]
+    unsafe fn low_bf16(words: __m512i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+    }
+    #[inline(always)]
+    unsafe fn high_bf16(words: __m512i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-0x1_0000)))
+    }
+    #[inline(always)]
+    unsafe fn drop_nibble(words: __m512i) -> __m512i {
+        _mm512_srli_epi32::<4>(words)
+    }
+    #[inline(always)]
+    unsafe fn drop_byte(words: __m512i) -> __m512i {
+        _mm512_srli_epi32::<8>(words)
     }
 
     #[inline(always)]

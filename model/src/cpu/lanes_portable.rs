@@ -5,7 +5,7 @@
 )]
 
 use super::lanes::{Lanes, MicroArgs, Op, dispatch_micro};
-use crate::weights::{bf16_to_f32, f16_to_f32};
+use crate::weights::f16_to_f32;
 
 /// Plain Rust; multiplies and adds with two roundings.
 #[derive(Clone, Copy)]
@@ -18,7 +18,7 @@ fn map2(a: [f32; 16], b: [f32; 16], f: impl Fn(f32, f32) -> f32) -> [f32; 16] {
 
 impl Lanes for Portable {
     type V = [f32; 16];
-    type Nibbles = [u32; 16];
+    type Words = [u32; 16];
     // Two rows of sixteen lanes are eight SSE registers, half of what x86-64 has.
     const MICRO_ROWS: usize = 2;
     const MICRO_GROUPS: usize = 1;
@@ -105,23 +105,31 @@ impl Lanes for Portable {
         from.cast::<[u16; 16]>().read_unaligned().map(f16_to_f32)
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self::V {
-        from.cast::<[u16; 16]>().read_unaligned().map(bf16_to_f32)
-    }
-    #[inline(always)]
-    unsafe fn load_i8(from: *const i8) -> Self::V {
-        from.cast::<[i8; 16]>().read_unaligned().map(f32::from)
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> Self::Nibbles {
+    unsafe fn load_words(from: *const u8) -> Self::Words {
         from.cast::<[u32; 16]>().read_unaligned()
     }
     #[inline(always)]
-    unsafe fn lowest(nibbles: Self::Nibbles) -> Self::V {
-        nibbles.map(|word| (word & 15) as i32 as f32)
+    unsafe fn low_nibble(words: Self::Words) -> Self::V {
+        words.map(|word| (word & 15) as i32 as f32)
     }
     #[inline(always)]
-    unsafe fn next(nibbles: Self::Nibbles) -> Self::Nibbles {
-        nibbles.map(|word| word >> 4)
+    unsafe fn low_byte(words: Self::Words) -> Self::V {
+        words.map(|word| (word & 255) as i32 as f32)
+    }
+    #[inline(always)]
+    unsafe fn low_bf16(words: Self::Words) -> Self::V {
+        words.map(|word| f32::from_bits(word << 16))
+    }
+    #[inline(always)]
+    unsafe fn high_bf16(words: Self::Words) -> Self::V {
+        words.map(|word| f32::from_bits(word & 0xFFFF_0000))
+    }
+    #[inline(always)]
+    unsafe fn drop_nibble(words: Self::Words) -> Self::Words {
+        words.map(|word| word >> 4)
+    }
+    #[inline(always)]
+    unsafe fn drop_byte(words: Self::Words) -> Self::Words {
+        words.map(|word| word >> 8)
     }
 }

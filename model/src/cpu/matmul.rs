@@ -5,8 +5,13 @@
 //! loads are shared, never an operand or the order, so that decode (one row, weights widened in
 //! registers) and prefill (panels of widened weights in L2) give the same bits (PROTOCOL D1).
 
+use super::dots::Arithmetic;
+use super::dots::digits::{DigitInput, Digits};
+use super::dots::pairs::PairInput;
+#[cfg(target_arch = "x86_64")]
+use super::dots::{brain, bytes};
 use super::lanes::{Lanes, MicroArgs, Op, SumMode};
-use super::matrix::{GROUP, Matrix, Packing, Unpack, Visit, widen};
+use super::matrix::{BLOCK, GROUP, Matrix, Packing, Unpack, Visit, widen};
 use std::ops::Range;
 
 /// Up to this many rows, weights are widened in registers and used at once; above it a panel is
@@ -18,12 +23,42 @@ pub(crate) fn panel_len<S: Lanes>(inputs: usize) -> usize {
     inputs * S::MICRO_GROUPS * GROUP
 }
 
-/// A block of activations, `rows` rows at `stride`.
+/// A block of activations, `rows` rows at `stride`, and the same in the forms that dot products
+/// take, where those were prepared.
 #[derive(Clone, Copy)]
 pub(crate) struct Input {
     pub start: *const f32,
     pub stride: usize,
     pub rows: usize,
+    /// Taken by `Q4` and `Q8` weights if it is there.
+    pub digits: Option<DigitInput>,
+    /// Taken by `Bf16` weights if it is there.
+    pub pairs: Option<PairInput>,
+}
+
+/// Forms in which a product's activations must be prepared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Forms {
+    pub digits: Option<Digits>,
+    pub pairs: bool,
+}
+
+impl Forms {
+    /// Those that these weights take.
+    pub fn of<const N: usize>(arithmetic: Arithmetic, matrices: [&Matrix; N]) -> Forms {
+        let mut forms = Forms::default();
+        let Arithmetic::Dots(digits) = arithmetic else {
+            return forms;
+        };
+        for matrix in matrices {
+            match matrix.packing {
+                Packing::Q4 | Packing::Q8 => forms.digits = Some(digits),
+                Packing::Bf16 => forms.pairs = true,
+                Packing::F16 | Packing::F32 => {}
+            }
+        }
+        forms
+    }
 }
 
 /// Where results go: row 0 of output 0 of the matrix, rows at `stride`.
@@ -48,13 +83,110 @@ pub(crate) unsafe fn multiply<S: Lanes>(
     panel: &mut [f32],
 ) {
     assert!(groups.end <= matrix.groups());
-    // SAFETY: the caller's contract, passed on; groups are in range by the assertion.
+    // SAFETY: the caller's contract, passed on; groups are in range by the assertion. Forms are
+    // prepared only where the processor has the dot products that take them.
     unsafe {
+        #[cfg(target_arch = "x86_64")]
+        match (matrix.packing, x.digits, x.pairs) {
+            (Packing::Q4 | Packing::Q8, Some(digits), _) => {
+                return multiply_digits(matrix, groups, x.rows, digits, out);
+            }
+            (Packing::Bf16, _, Some(pairs)) => {
+                return multiply_pairs(matrix, groups, x.rows, pairs, out);
+            }
+            (_, _, _) => {}
+        }
         if x.rows <= DIRECT_ROWS_MAX {
             multiply_direct::<S>(matrix, groups, x, out);
         } else {
             multiply_panels::<S>(matrix, groups, x, out, panel);
         }
+    }
+}
+
+/// Rows whose digits stay in L2 (1 MiB) while all groups pass: 128 x 1,536 x 2.5 bytes are 480 KiB.
+#[cfg(target_arch = "x86_64")]
+const DIGIT_ROWS: usize = 128;
+
+/// # Safety
+/// As [`multiply`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn multiply_digits(
+    matrix: &Matrix,
+    groups: Range<usize>,
+    rows: usize,
+    x: DigitInput,
+    out: Output,
+) {
+    let groups_max = match rows {
+        1 => bytes::SINGLE_ROW_GROUPS,
+        _ => bytes::TILE_GROUPS,
+    };
+    for first_row in (0..rows).step_by(DIGIT_ROWS) {
+        let rows = (rows - first_row).min(DIGIT_ROWS);
+        let tiles = rows.div_ceil(bytes::TILE_ROWS);
+        let mut group = groups.start;
+        while group < groups.end {
+            let left = groups.end - group;
+            let count = if left >= groups_max {
+                groups_max
+            } else {
+                left.min(2)
+            };
+            for tile in 0..tiles {
+                // Tiles of nearly equal height: 5 rows as 3 + 2, not 4 + 1.
+                let first = rows * tile / tiles;
+                let height = rows * (tile + 1) / tiles - first;
+                let row = first_row + first;
+                // SAFETY: as `multiply`: rows and groups that exist.
+                unsafe {
+                    let part = bytes::Product {
+                        weights: matrix.group(group),
+                        group_bytes: matrix.group_bytes,
+                        q4: matrix.packing == Packing::Q4,
+                        blocks: matrix.inputs / BLOCK,
+                        x: x.skip_rows(row),
+                        out: out.start.add(row * out.stride + group * GROUP),
+                        out_stride: out.stride,
+                        mode: out.mode,
+                        prefetch: tile == 0,
+                    };
+                    bytes::multiply(&part, height, count);
+                }
+            }
+            group += count;
+        }
+    }
+}
+
+/// # Safety
+/// As [`multiply`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn multiply_pairs(
+    matrix: &Matrix,
+    groups: Range<usize>,
+    rows: usize,
+    x: PairInput,
+    out: Output,
+) {
+    if groups.is_empty() {
+        return;
+    }
+    // SAFETY: as `multiply`.
+    unsafe {
+        let product = brain::Product {
+            x: x.words,
+            x_stride: x.stride,
+            w: matrix.group(groups.start).cast(),
+            w_pair: GROUP,
+            w_group: matrix.group_bytes / 4,
+            pairs: matrix.inputs.div_ceil(2),
+            out: out.start.add(groups.start * GROUP),
+            out_stride: out.stride,
+            mode: out.mode,
+            prefetch: true,
+        };
+        brain::multiply(&product, rows, groups.len());
     }
 }
 

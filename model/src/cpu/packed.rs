@@ -2,6 +2,8 @@
 
 use super::aligned::Aligned;
 use super::matrix::Matrix;
+use super::phases::Phase;
+use super::team::Team;
 use crate::config::ModelConfig;
 use crate::weights::{LayerTensor, TensorId, TensorView, dequantize_row};
 use kvserve_kv::KvDtype;
@@ -33,21 +35,53 @@ pub(crate) struct PackedModel {
 }
 
 impl PackedModel {
-    /// Packs every tensor that `tensor` gives; their shapes are those of `config` (checked by
-    /// [`crate::weights::Weights`] at load). Panics if one is missing or misshapen.
+    /// Packs every tensor that `tensor` gives, by all members of the team; their shapes are those
+    /// of `config` (checked by [`crate::weights::Weights`] at load). Panics if one is missing or
+    /// misshapen.
     pub fn pack<'a>(
         config: &ModelConfig,
         dtype: KvDtype,
         tensor: impl Fn(TensorId) -> TensorView<'a>,
+        team: &mut Team,
     ) -> Self {
         let query = config.heads * config.head_dim;
         let key = config.kv_heads * config.head_dim;
-        let matrix = |id, outputs: usize, inputs: usize| {
+        let (hidden, ffn) = (config.hidden, config.ffn);
+        let mut parts = Vec::new();
+        let mut total = 0;
+        let mut part = |id, outputs: usize, inputs: usize| {
             let view = tensor(id);
             assert_eq!((view.rows, view.columns), (outputs, inputs), "{id:?}");
-            Matrix::pack(&view, dtype)
+            parts.push((view, total));
+            total += Matrix::packed_bytes(&view, dtype);
+            parts.len() - 1
         };
-        let layer = |index| {
+        // In the order in which a step reads them.
+        let embedding = part(TensorId::Embedding, config.vocab, hidden);
+        let indices: Vec<[usize; 7]> = (0..config.layers)
+            .map(|index| {
+                let mut part =
+                    |of, outputs, inputs| part(TensorId::Layer(index, of), outputs, inputs);
+                [
+                    part(LayerTensor::Query, query, hidden),
+                    part(LayerTensor::Key, key, hidden),
+                    part(LayerTensor::Value, key, hidden),
+                    part(LayerTensor::AttentionOutput, hidden, query),
+                    part(LayerTensor::Gate, ffn, hidden),
+                    part(LayerTensor::Up, ffn, hidden),
+                    part(LayerTensor::Down, hidden, ffn),
+                ]
+            })
+            .collect();
+        let head = if config.tied_head {
+            embedding
+        } else {
+            part(TensorId::Head, config.vocab, hidden)
+        };
+        let mut matrices = pack_all(&parts, total, dtype, team);
+        let mut take = |index: usize| matrices[index].take().expect("each matrix is taken once");
+        let embedding = Arc::new(take(embedding));
+        let layer = |(index, parts): (usize, [usize; 7])| {
             let id = |part| TensorId::Layer(index, part);
             let biases = config.qkv_bias.then(|| {
                 [
@@ -56,53 +90,89 @@ impl PackedModel {
                     vector(&tensor(id(LayerTensor::ValueBias)), key),
                 ]
             });
-            let (hidden, ffn) = (config.hidden, config.ffn);
+            let [query, key, value, attention_output, gate, up, down] = parts.map(&mut take);
             Layer {
                 attention_norm: norm(&tensor(id(LayerTensor::AttentionNorm)), hidden),
-                query: matrix(id(LayerTensor::Query), query, hidden),
-                key: matrix(id(LayerTensor::Key), key, hidden),
-                value: matrix(id(LayerTensor::Value), key, hidden),
+                query,
+                key,
+                value,
                 biases,
-                attention_output: matrix(id(LayerTensor::AttentionOutput), hidden, query),
+                attention_output,
                 feed_forward_norm: norm(&tensor(id(LayerTensor::FeedForwardNorm)), hidden),
-                gate: matrix(id(LayerTensor::Gate), ffn, hidden),
-                up: matrix(id(LayerTensor::Up), ffn, hidden),
-                down: matrix(id(LayerTensor::Down), hidden, ffn),
+                gate,
+                up,
+                down,
             }
         };
-        let embedding = Arc::new(matrix(TensorId::Embedding, config.vocab, config.hidden));
+        let layers = indices.into_iter().enumerate().map(layer).collect();
         let head = if config.tied_head {
             Arc::clone(&embedding)
         } else {
-            Arc::new(matrix(TensorId::Head, config.vocab, config.hidden))
+            Arc::new(matrices[head].take().expect("each matrix is taken once"))
         };
         PackedModel {
             embedding,
-            layers: (0..config.layers).map(layer).collect(),
+            layers,
             output_norm: norm(&tensor(TensorId::OutputNorm), config.hidden),
             head,
             config: config.clone(),
         }
     }
 
+    /// Bytes of the weights that a phase reads, and how many products a row needs with them.
+    pub fn weights_of(&self, phase: Phase) -> (usize, usize) {
+        let of_layers = |pick: fn(&Layer) -> Vec<&Matrix>| -> Vec<&Matrix> {
+            self.layers.iter().flat_map(pick).collect()
+        };
+        let matrices = match phase {
+            Phase::Embed | Phase::Attention | Phase::Sample => Vec::new(),
+            Phase::QueryKeyValue => of_layers(|l| vec![&l.query, &l.key, &l.value]),
+            Phase::AttentionOutput => of_layers(|l| vec![&l.attention_output]),
+            Phase::GateUp => of_layers(|l| vec![&l.gate, &l.up]),
+            Phase::Down => of_layers(|l| vec![&l.down]),
+            Phase::Head => vec![&*self.head],
+        };
+        let bytes = matrices.iter().map(|m| m.bytes()).sum();
+        let products = matrices.iter().map(|m| m.outputs * m.inputs).sum();
+        (bytes, products)
+    }
+
     /// Bytes that a decode step streams: all matrices but an untied embedding.
     pub fn streamed_bytes(&self) -> usize {
-        let layer = |layer: &Layer| {
-            [
-                &layer.query,
-                &layer.key,
-                &layer.value,
-                &layer.attention_output,
-                &layer.gate,
-                &layer.up,
-                &layer.down,
-            ]
-            .map(Matrix::bytes)
-            .iter()
-            .sum::<usize>()
-        };
-        self.layers.iter().map(layer).sum::<usize>() + self.head.bytes()
+        let bytes = |phase: &Phase| self.weights_of(*phase).0;
+        Phase::ALL.iter().map(bytes).sum()
     }
+}
+
+/// Groups that a member packs at a time: some 100 KiB.
+const PACK_GROUPS: usize = 16;
+
+/// Packs tensors at their places in one arena, so that huge pages hold even small matrices.
+fn pack_all(
+    parts: &[(TensorView<'_>, usize)],
+    total: usize,
+    dtype: KvDtype,
+    team: &mut Team,
+) -> Vec<Option<Matrix>> {
+    let arena = Arc::new(Aligned::zeroed(total));
+    let place =
+        |(view, start): &(TensorView<'_>, usize)| Matrix::place(view, dtype, &arena, *start);
+    let matrices: Vec<Matrix> = parts.iter().map(place).collect();
+    let mut units = Vec::new();
+    for (index, matrix) in matrices.iter().enumerate() {
+        let starts = (0..matrix.groups()).step_by(PACK_GROUPS);
+        units.extend(starts.map(|start| (index, start)));
+    }
+    team.run(&|member| {
+        while let Some(claimed) = member.claim(units.len(), 1) {
+            for (index, start) in &units[claimed] {
+                let end = matrices[*index].groups().min(start + PACK_GROUPS);
+                // SAFETY: the units part the groups of all matrices; this one is ours.
+                unsafe { matrices[*index].pack_groups(&parts[*index].0, *start..end) };
+            }
+        }
+    });
+    matrices.into_iter().map(Some).collect()
 }
 
 fn vector(view: &TensorView<'_>, length: usize) -> Vec<f32> {

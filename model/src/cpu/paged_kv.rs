@@ -129,6 +129,47 @@ impl PagedKv {
             done += run;
         }
     }
+
+    /// Reads the bfloat16 rows of `count` tokens from `first` on into `out`, one every `stride`
+    /// words, as they lie in the pages; what lies between a row's end and the next stays.
+    /// Panics if the page table does not cover them, `out` is too short, or the pool holds f32.
+    pub fn load_words(
+        &self,
+        pages: &[PageId],
+        plane: Plane,
+        first: usize,
+        count: usize,
+        out: &mut [u32],
+        stride: usize,
+    ) {
+        let (page_tokens, head_dim) = (self.layout.page_tokens, self.layout.head_dim);
+        assert_eq!(self.layout.dtype, KvDtype::Bf16);
+        assert!(stride * 2 >= head_dim && out.len() >= count * stride);
+        let mut done = 0;
+        while done < count {
+            let token = (first + done) % page_tokens;
+            let run = (page_tokens - token).min(count - done);
+            let place = self.place(pages[(first + done) / page_tokens], plane, token, run);
+            let row_bytes = head_dim * 2;
+            let rows = out[done * stride..].chunks_mut(stride).take(run);
+            if stride * 4 == row_bytes {
+                let to = out[done * stride..][..run * stride].as_mut_ptr();
+                // SAFETY: `run` rows of the plane; `out` is other memory with room for them.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(place, to.cast::<u8>(), run * row_bytes);
+                }
+            } else {
+                for (i, row) in rows.enumerate() {
+                    // SAFETY: row `token + i` of the plane; the stride has room for it.
+                    unsafe {
+                        let from = place.add(i * row_bytes);
+                        std::ptr::copy_nonoverlapping(from, row.as_mut_ptr().cast(), row_bytes);
+                    }
+                }
+            }
+            done += run;
+        }
+    }
 }
 
 #[cfg(test)]

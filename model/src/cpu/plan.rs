@@ -246,6 +246,8 @@ pub(crate) struct Pass {
     pub tiles: Vec<RowTile>,
     /// Rows to sample after.
     pub samples: Vec<usize>,
+    /// No sequence has more than one row: no row's attention reads what another row stores.
+    pub single: bool,
 }
 
 /// Where in a step the next pass begins.
@@ -262,6 +264,7 @@ impl Pass {
             rows: Vec::with_capacity(PASS_ROWS_MAX),
             tiles: Vec::with_capacity(PASS_ROWS_MAX),
             samples: Vec::with_capacity(PASS_ROWS_MAX),
+            single: true,
         }
     }
 
@@ -271,10 +274,12 @@ impl Pass {
         self.rows.clear();
         self.tiles.clear();
         self.samples.clear();
+        self.single = true;
         while self.rows.len() < PASS_ROWS_MAX && cursor.sequence < step.sequences.len() {
             let sequence = &step.sequences[cursor.sequence];
             let tokens = &step.tokens[sequence.tokens.clone()][cursor.tokens_done..];
             let take = tokens.len().min(PASS_ROWS_MAX - self.rows.len());
+            self.single &= take == 1;
             let first = self.rows.len();
             for (i, token) in tokens[..take].iter().enumerate() {
                 self.rows.push(Row {

@@ -24,6 +24,7 @@ mod check;
 mod clock;
 mod context;
 mod coverage;
+mod expected;
 mod faults;
 mod keeper;
 mod lane;

@@ -2,9 +2,9 @@
 
 use super::clock::{NodeClock, ms};
 use super::context::{Client, Context};
-use super::coverage::FAULTS;
+use super::expected::FAULTS;
 use super::model::{self, STOP_IDS, VOCAB};
-use super::node::NodePlan;
+use super::node::{NodePlan, TTLS};
 use super::world::{Event, World};
 use kvserve_kv::ChecksumMode;
 use kvserve_kv::session::Role;
@@ -19,7 +19,12 @@ impl World {
     /// The cluster, the clients and the faults of a seed.
     pub fn from_seed(seed: u64, traced: bool) -> World {
         let mut world = World::new(Context::new(seed, traced));
+        let calms = seed.is_multiple_of(2);
+        world.may_refuse = !calms;
         let rng = &mut world.context.rng;
+        // One cluster in five lies far apart, one in five has slow cards.
+        world.far = rng.pick(&[1, 1, 1, 1, 1, 1, 1, 1, 6, 25]);
+        world.slow = rng.pick(&[1, 1, 1, 1, 1, 1, 1, 1, 10, 60]);
         let prefills = rng.range(2, 4) as usize;
         let decodes = if rng.percent(80) { 2 } else { 3 };
         let checksums = match rng.percent(35) {
@@ -52,7 +57,7 @@ impl World {
             world.at(at, Event::Fault { kind, tries: 0 });
         }
         world.at(ms(1800), Event::AtLeast);
-        if seed.is_multiple_of(2) {
+        if calms {
             let at = world.context.rng.range(CALM_AT.0, CALM_AT.1);
             world.at(at, Event::Calm);
             world.expects_later = true;
@@ -70,7 +75,10 @@ impl World {
             (false, true) => Role::Hybrid,
             (false, false) => Role::Prefill,
         };
-        let pages = if rng.percent(60) {
+        // Where every later request must be answered, every request fits.
+        let pages = if self.may_refuse && rng.percent(20) {
+            rng.range(5, 10)
+        } else if rng.percent(60) {
             rng.range(10, 20)
         } else {
             rng.range(20, 48)
@@ -92,6 +100,14 @@ impl World {
             },
             checksums,
             one_sided: rng.percent(50),
+            ttl: rng.pick(&TTLS),
+            read_pages: rng.pick(&[1, 2, 3, 16]),
+            running_max: rng.pick(&[6, 6, 6, 2]),
+            queued_max: if self.may_refuse {
+                rng.pick(&[16, 1])
+            } else {
+                16
+            },
         };
         let clock = NodeClock {
             offset: rng.range(1_000_000_000, 90_000_000_000),

@@ -118,5 +118,13 @@ fn main() -> ExitCode {
         println!("NOT MET: {}", zeros.join("; "));
         return ExitCode::FAILURE;
     }
+    let impossible = summary.coverage.impossible();
+    if !impossible.is_empty() {
+        println!(
+            "MET, although `sim/expected.rs` gives a reason why not: {}",
+            impossible.join("; ")
+        );
+        return ExitCode::FAILURE;
+    }
     ExitCode::SUCCESS
 }

@@ -4,55 +4,17 @@ use super::shared::SharedPool;
 use super::transport::ShmCounters;
 use crate::copy::{Kernel, PageCopy, store_fence};
 use crate::pool::{PageId, PoolMemory};
-use crate::session::frame::LEASE_PAGES_MAX;
+use crate::transport::places::{LearnError, Place, Places};
 use crate::transport::sys::{self, Trouble};
 use crate::transport::{Read, code};
 use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
-use std::collections::{HashMap, VecDeque};
-use std::fmt;
+use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{Ordering, fence};
 
 /// Reads that wait or are copied on one channel at most, as on a TCP connection.
 pub(super) const READS_MAX: usize = 256;
-
-/// A leased page as its owner names it: where it lies and what its generation was at the grant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Page in the peer's pool.
-    pub page: u32,
-    /// Its generation while the lease lives.
-    pub generation: u64,
-}
-
-/// Why a lease's places were not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LearnError {
-    /// The channel is not there or not open.
-    NotConnected,
-    /// They do not follow on what is known of this lease: known, first.
-    Gap(usize, usize),
-    /// More places than a lease may have pages.
-    TooMany(usize),
-    /// A page that the peer's pool does not have: page, pages.
-    Page(u32, usize),
-}
-
-impl fmt::Display for LearnError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            LearnError::NotConnected => f.write_str("the shared-memory channel is not open"),
-            LearnError::Gap(known, first) => {
-                write!(f, "places from {first} on follow on {known} known ones")
-            }
-            LearnError::TooMany(count) => write!(f, "{count} places in one lease"),
-            LearnError::Page(page, pages) => write!(f, "page {page} of a pool of {pages}"),
-        }
-    }
-}
-
-impl std::error::Error for LearnError {}
 
 /// What every channel of a transport uses in its turn.
 pub(super) struct Turn<'a> {
@@ -85,15 +47,10 @@ pub(super) enum Link {
     Killed,
 }
 
-struct Lease {
-    epoch: u32,
-    places: Vec<Place>,
-}
-
 pub(super) struct Channel {
     id: ChannelId,
     link: Link,
-    leases: HashMap<u64, Lease>,
+    places: Places,
     queue: VecDeque<Pending>,
     /// The copy of the front read's next page, once begun.
     copy: Option<PageCopy>,
@@ -110,7 +67,7 @@ impl Channel {
         Channel {
             id,
             link: Link::Open(stream, shared),
-            leases: HashMap::new(),
+            places: Places::default(),
             queue: VecDeque::new(),
             copy: None,
             ready: false,
@@ -160,43 +117,18 @@ impl Channel {
         let Link::Open(_, shared) = &self.link else {
             return Err(LearnError::NotConnected);
         };
-        let pages = shared.pages();
-        if let Some(wrong) = places.iter().find(|place| place.page as usize >= pages) {
-            return Err(LearnError::Page(wrong.page, pages));
-        }
-        if first + places.len() > LEASE_PAGES_MAX {
-            return Err(LearnError::TooMany(first + places.len()));
-        }
-        let same = self.leases.get(&lease).filter(|known| known.epoch == epoch);
-        let known = same.map_or(0, |known| known.places.len());
-        if first != known {
-            return Err(LearnError::Gap(known, first));
-        }
-        if first == 0 {
-            let fresh = Lease {
-                epoch,
-                places: Vec::new(),
-            };
-            self.leases.insert(lease, fresh);
-        }
-        if let Some(lease) = self.leases.get_mut(&lease) {
-            lease.places.extend_from_slice(places);
-        }
-        Ok(())
+        self.places
+            .learn(shared.pages(), lease, epoch, first, places)
     }
 
     pub(super) fn forget_lease(&mut self, lease: u64) {
-        self.leases.remove(&lease);
+        self.places.forget(lease);
     }
 
     /// Queues one read. The caller has checked the read and the room. A read of places that are
     /// not known fails in its turn, alone.
     pub(super) fn queue(&mut self, position: u64, read: Read) {
-        let first = read.first as usize;
-        let known = self.leases.get(&read.lease);
-        let from = known
-            .filter(|lease| lease.epoch == read.epoch)
-            .and_then(|lease| lease.places.get(first..first + read.into.len()));
+        let from = self.places.of(&read);
         let outcome = match from {
             Some(_) => None,
             None => Some(CompletionStatus::Error(code::NO_PLACE)),
@@ -341,7 +273,7 @@ impl Channel {
 
     fn forget(&mut self) {
         self.queue.clear();
-        self.leases.clear();
+        self.places.clear();
         self.copy = None;
     }
 }

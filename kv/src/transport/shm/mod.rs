@@ -32,7 +32,7 @@ mod shared;
 mod sys;
 mod transport;
 
-pub use channel::{LearnError, Place};
+pub use super::places::{LearnError, Place};
 pub use shared::{ExpectedPool, MapRefusal, SharedPool};
 pub(crate) use sys::{own_uid, peer_uid, receive_descriptor, send_descriptor};
 pub use transport::{ShmConfig, ShmCounters, ShmTransport};

@@ -1,10 +1,11 @@
 //! The decode node's side: a [`Transport`] that copies out of peers' pools.
 
-use super::channel::{Channel, LearnError, Link, Place, Turn};
+use super::channel::{Channel, Link, Turn};
 use super::shared::SharedPool;
 use crate::checksum::ChecksumMode;
 use crate::copy::{Kernel, Stores};
 use crate::pool::{PageId, PoolMemory};
+use crate::transport::places::{LearnError, Place};
 use crate::transport::sys::{Epoll, Interest, Timer};
 use crate::transport::tcp::{ChannelState, pages_per_read_max};
 use crate::transport::{Posted, Read, Transport, code};

@@ -70,6 +70,8 @@ pub struct Ask {
     pub first: u32,
     /// See `lease`.
     pub count: u32,
+    /// The lease that was posted; another one than `lease` if a fault made the request stale.
+    pub posted: u64,
 }
 
 /// What a step did.
@@ -339,6 +341,7 @@ impl Fabric {
             Some(OpFault::StaleIncarnation) => incarnation = incarnation.wrapping_sub(1),
             Some(
                 OpFault::Error(_)
+                | OpFault::Errors(_)
                 | OpFault::Lost
                 | OpFault::Duplicate
                 | OpFault::Stray
@@ -360,6 +363,7 @@ impl Fabric {
                 epoch,
                 first: op.first,
                 count: op.into.len() as u32,
+                posted: op.lease,
             });
         }
         let server = &self.endpoints[link.server];
@@ -441,6 +445,10 @@ impl Fabric {
         let fault = link.fault.take();
         match fault {
             Some(OpFault::Error(code)) => give(link, work, CompletionStatus::Error(code)),
+            Some(OpFault::Errors(code)) => {
+                link.fault = Some(OpFault::Error(code));
+                give(link, work, CompletionStatus::Error(code));
+            }
             Some(OpFault::Lost) => {}
             Some(OpFault::Duplicate) => {
                 give(link, work, status);

@@ -13,6 +13,8 @@ pub struct LinkId(pub usize);
 pub enum OpFault {
     /// It ends with this status although its bytes are in place.
     Error(u32),
+    /// It and the one after it end with this status.
+    Errors(u32),
     /// Its bytes are in place and its completion never comes.
     Lost,
     /// Its completion comes twice.

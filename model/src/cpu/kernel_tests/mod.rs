@@ -2,6 +2,8 @@
 //! and bit-equal whatever stands beside a row.
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 mod elementwise;
 mod products;
 
@@ -22,6 +24,8 @@ pub(super) fn at_every_isa(check: &impl Check) {
             Level::Portable => check.check::<Portable>(),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => check.check::<Avx2>(),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Int8 | Level::Avx512Dots => {}
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => check.check::<Avx512>(),
         }

@@ -9,7 +9,13 @@ use crate::cpu::matrix::{GROUP, Matrix};
 use crate::weights::{TensorType, TensorView, dequantize_row};
 use kvserve_kv::KvDtype;
 
-fn stored(random: &mut Random, kind: TensorType, rows: usize, columns: usize) -> Vec<u8> {
+/// Random stored weights.
+pub(super) fn stored(
+    random: &mut Random,
+    kind: TensorType,
+    rows: usize,
+    columns: usize,
+) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..rows * columns / kind.block_elements() {
         // Halves between 1/64 and 2: finite and of one magnitude.
@@ -110,6 +116,8 @@ fn product<S: Lanes>(view: &TensorView<'_>, random: &mut Random) {
                 start: x.row(first),
                 stride: x.stride(),
                 rows,
+                digits: None,
+                pairs: None,
             };
             let output = Output {
                 start: out.row(first),
@@ -193,6 +201,8 @@ fn padding_of_outputs_is_zero() {
             start: x.row(0),
             stride: x.stride(),
             rows: 1,
+            digits: None,
+            pairs: None,
         };
         let output = Output {
             start: out.row(0),

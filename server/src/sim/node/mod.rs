@@ -48,7 +48,7 @@ use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
 use reads::{CREDITS, PostArgs};
 use request::Request;
-use serve::Producer;
+use serve::{Ask, Producer};
 use session::{Line, Session};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -63,9 +63,13 @@ pub const LIVENESS: LivenessLimits = LivenessLimits {
     dead: Duration::from_millis(1800),
 };
 
+/// Lives of leases. The shorter one is over before a silent session is: a node that stands still
+/// that long meets fences.
+pub const TTLS: [Duration; 2] = [Duration::from_millis(2500), Duration::from_millis(1300)];
+
 /// Leases of the simulated cluster.
 pub const LEASES: LeaseLimits = LeaseLimits {
-    ttl: Duration::from_millis(2500),
+    ttl: TTLS[0],
     fence: Duration::from_millis(700),
     leases_max: 64,
     tombstones_max: 256,
@@ -182,6 +186,24 @@ pub struct NodePlan {
     pub checksums: ChecksumMode,
     /// Whether its reads are one-sided.
     pub one_sided: bool,
+    /// How long a lease of its lives.
+    pub ttl: Duration,
+    /// Pages of one read at most.
+    pub read_pages: usize,
+    /// Requests that run at once.
+    pub running_max: usize,
+    /// Requests that wait at most.
+    pub queued_max: usize,
+}
+
+impl NodePlan {
+    /// Limits of its leases.
+    pub fn leases(&self) -> LeaseLimits {
+        LeaseLimits {
+            ttl: self.ttl,
+            ..LEASES
+        }
+    }
 }
 
 /// One life of a node.
@@ -222,6 +244,14 @@ pub struct Node {
     pub(super) lists_the_dead_until: Nanos,
     /// A later start of this node's id is known: it exits.
     pub(super) superseded: bool,
+    /// It was frozen until just now.
+    pub(super) thawed: bool,
+    /// It gives one of its leases up in its next turn.
+    pub(super) gives_up: bool,
+    /// It takes nothing new any more.
+    pub(super) draining: bool,
+    /// Prompts of peers that the service has not answered yet.
+    asks: Vec<Ask>,
     overdue: BTreeMap<(u32, u32), Nanos>,
     stopping: BTreeMap<(u32, u32), Nanos>,
 }
@@ -259,7 +289,7 @@ impl Node {
             transport,
             transport_source,
             engine,
-            leases: LeaseTable::new(incarnation, LEASES),
+            leases: LeaseTable::new(incarnation, plan.leases()),
             producers: BTreeMap::new(),
             sessions: BTreeMap::new(),
             session_last: 0,
@@ -282,6 +312,10 @@ impl Node {
             key,
             lists_the_dead_until: Nanos(0),
             superseded: false,
+            thawed: false,
+            gives_up: false,
+            draining: false,
+            asks: Vec::new(),
             overdue: BTreeMap::new(),
             stopping: BTreeMap::new(),
             plan,
@@ -297,8 +331,11 @@ impl Node {
         self.release_served();
         if away >= AWAY_LONG {
             self.expire(context);
-            self.overdue.clear();
-            self.stopping.clear();
+        }
+        if std::mem::take(&mut self.thawed) {
+            // What stands still waits, too: the bounds count a process's own time.
+            let marks = self.overdue.values_mut().chain(self.stopping.values_mut());
+            marks.for_each(|since| *since = since.after(away));
         }
         let mut steps = [0u8, 1, 2, 3, 4, 5];
         for place in (1..steps.len()).rev() {
@@ -343,6 +380,7 @@ impl Node {
         at = at.min(self.next_dial());
         at = at.min(self.next_pull(now));
         at = at.min(self.next_request(now));
+        at = at.min(self.next_service());
         at.max(now.after(SOON))
     }
 
@@ -379,7 +417,7 @@ impl Node {
             Role::Decode => self.sessions.values().any(|session| session.can_pull()),
             Role::Hybrid | Role::Prefill | Role::Proxy => true,
         };
-        healthy && paired
+        healthy && paired && !self.draining
     }
 
     /// Names of slots, for checks.

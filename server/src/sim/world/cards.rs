@@ -43,7 +43,9 @@ impl World {
             Stepped::Asks(ask) => self.ask(link, server, &ask),
             Stepped::Moved => self.link_in(link, 3_000, 40_000),
             Stepped::Ended => {
-                self.want_turn(reader.0, 3_000);
+                // Now and then the reader's shard has other things to do.
+                let busy = self.context.rng.percent(20);
+                self.want_turn(reader.0, if busy { 300_000 } else { 3_000 });
                 self.want_turn(server.0, 10_000);
                 self.link_in(link, 3_000, 40_000);
             }

@@ -47,6 +47,8 @@ pub enum Event {
     Thaw { node: usize, token: u64 },
     /// A killed node comes back.
     Restart(usize),
+    /// Is a draining node done?
+    Drained { node: usize, looks: u32 },
     /// The proxy comes back.
     ProxyBack,
     /// Nodes report to the proxy.
@@ -115,7 +117,12 @@ pub struct World {
     pub proxy: Proxy,
     /// No word passes between two nodes until then.
     pub cuts: BTreeMap<(usize, usize), u64>,
+    /// How many times slower links move in this run.
     pub slow: u64,
+    /// Nodes may be so small that they refuse requests for good.
+    pub may_refuse: bool,
+    /// How many times longer words take in this run.
+    pub far: u64,
     /// Since when every client has had its end.
     pub resting_since: Option<u64>,
     /// Later requests are to come.
@@ -141,6 +148,8 @@ impl World {
             proxy: Proxy::default(),
             cuts: BTreeMap::new(),
             slow: 1,
+            far: 1,
+            may_refuse: false,
             resting_since: None,
             expects_later: false,
             rested: false,
@@ -196,6 +205,9 @@ impl World {
             self.context.time = self.context.time.max(due.at);
             self.context.events += 1;
             let over = self.happen(due.event);
+            while let Some(blow) = self.context.blows.pop() {
+                self.blow(blow);
+            }
             self.wake_links();
             if over || self.context.violation.is_some() {
                 return;
@@ -220,6 +232,7 @@ impl World {
                 }
             }
             Event::Restart(node) => self.restart(node),
+            Event::Drained { node, looks } => self.drained(node, looks),
             Event::ProxyBack => self.proxy.down = false,
             Event::Report => self.reports(),
             Event::Unstall(link) => self.fabric.borrow_mut().stall(link, false),
@@ -264,7 +277,7 @@ impl World {
 
     fn latency(&mut self) -> u64 {
         let slow = if self.context.rng.percent(5) { 20 } else { 1 };
-        self.context.rng.range(20_000, 200_000) * slow
+        self.context.rng.range(20_000, 200_000) * slow * self.far
     }
 
     /// One message that stands alone; lost if the nodes are cut.

@@ -76,7 +76,12 @@ impl World {
         coverage.add("post: unposted", counters.posts_unposted);
         coverage.add("post: lost with its channel", counters.posts_lost);
         coverage.add("post: taken back", counters.posts_taken_back);
-        coverage.add("ladder: open to draining", counters.channels_killed);
+        coverage.add("ladder: open to grace", counters.channels_graced);
+        coverage.add("ladder: grace to open", counters.channels_recovered);
+        let in_grace = counters.channels_killed_in_grace;
+        coverage.add("ladder: grace to draining", in_grace);
+        let in_use = counters.channels_killed - in_grace;
+        coverage.add("ladder: open to draining", in_use);
         coverage.add("ladder: draining to free", counters.channels_quiet);
         coverage.add("ladder: draining to quarantined", counters.channels_stuck);
         coverage.add("guard: released", counters.guards_released);
@@ -110,12 +115,15 @@ impl World {
         if place.frozen_until.take().is_some() {
             place.thawed_at = time;
             place.turn_at = u64::MAX;
+            if let Some(there) = &mut place.node {
+                there.thawed = true;
+            }
             self.context.note(|| format!("node {node} thaws"));
             self.want_turn(node, 0);
         }
     }
 
-    pub(super) fn want_turn(&mut self, node: usize, span: u64) {
+    pub fn want_turn(&mut self, node: usize, span: u64) {
         let at = self.context.time + span;
         let place = &mut self.places[node];
         if place.node.is_none() || place.frozen_until.is_some() || place.turn_at <= at {

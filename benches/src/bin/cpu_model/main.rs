@@ -1,37 +1,42 @@
 //! Tokens per second of the CPU backend, beside the memory's floor in the same run.
 //!
-//! `cargo run --release -p kvserve-benches --bin cpu_model -- MODEL [THREADS] [f32|bf16]`
+//! `cargo run --release -p kvserve-benches --bin cpu_model -- MODEL [THREADS] [bf16|f32|accuracy]`
+//! (`accuracy` compares the log-probabilities of each instruction set in bf16 with f32, instead.)
 //!
 //! *Floor* is what decode at one stream could reach if it only read the packed weights once a
 //! token: the bandwidth of a plain read of a buffer of their size by as many threads, measured
 //! before and after (the lower one would flatter, so the higher one is taken).
 
-use kvserve_kv::{KvDtype, PageId};
-use kvserve_model::{CpuEngine, CpuOptions, Model, SampleSpec, Step, StepSequence};
-use std::hint::black_box;
+mod accuracy;
+mod floors;
+mod load;
+
+use floors::{Peak, read_bandwidth};
+use kvserve_kv::KvDtype;
+use kvserve_model::cpu::{Phase, PhaseCost};
+use kvserve_model::{CpuEngine, CpuOptions, Model, Step};
+use load::{PAGE_TOKENS, STREAM_PAGES, greedy, push, run_step};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Barrier;
 use std::time::Instant;
 
 /// Streams in the decode rows; the most a pool below must hold.
 const STREAMS: [usize; 4] = [1, 4, 16, 64];
 const STREAMS_MAX: usize = 64;
-const PAGE_TOKENS: usize = 16;
 /// Prompt tokens of the prefill rows, and of the long-context decode row.
 const PROMPT_TOKENS: [usize; 2] = [128, 512];
 const LONG_TOKENS: usize = 2048;
-/// Pages per stream: 256 tokens for decode; the first streams' pages together hold the prompts.
-const STREAM_PAGES: usize = 256 / PAGE_TOKENS;
 const DECODE_STEPS: usize = 64;
 /// Tokens of one decode measurement over all streams, so that 64 streams do not take minutes.
 const DECODE_TOKENS_MAX: usize = 512;
 const REPEATS: usize = 3;
+/// Decode rows whose phases are shown.
+const PHASES_OF_STREAMS: [usize; 2] = [1, 16];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let Some(path) = arguments.first() else {
-        eprintln!("usage: cpu_model MODEL [THREADS] [f32|bf16]");
+        eprintln!("usage: cpu_model MODEL [THREADS] [bf16|f32|accuracy]");
         return ExitCode::FAILURE;
     };
     let threads = match arguments.get(1).map(|text| text.parse()) {
@@ -42,15 +47,16 @@ fn main() -> ExitCode {
         }
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
-    let dtype = match arguments.get(2).map(String::as_str) {
-        None | Some("f32") => KvDtype::F32,
-        Some("bf16") => KvDtype::Bf16,
+    let (dtype, accuracy) = match arguments.get(2).map(String::as_str) {
+        Some("f32") => (KvDtype::F32, false),
+        None | Some("bf16") => (KvDtype::Bf16, false),
+        Some("accuracy") => (KvDtype::Bf16, true),
         Some(other) => {
-            eprintln!("the dtype must be f32 or bf16, not {other:?}");
+            eprintln!("the third argument must be bf16, f32 or accuracy, not {other:?}");
             return ExitCode::FAILURE;
         }
     };
-    match run(Path::new(path), threads, dtype) {
+    match run(Path::new(path), threads, dtype, accuracy) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error}");
@@ -59,7 +65,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(path: &Path, threads: usize, dtype: KvDtype) -> Result<(), Box<dyn std::error::Error>> {
+fn run(
+    path: &Path,
+    threads: usize,
+    dtype: KvDtype,
+    accuracy: bool,
+) -> Result<(), Box<dyn std::error::Error>> {
     let model = Model::load(path)?;
     let options = CpuOptions {
         threads,
@@ -70,6 +81,9 @@ fn run(path: &Path, threads: usize, dtype: KvDtype) -> Result<(), Box<dyn std::e
         page_tokens: PAGE_TOKENS,
         isa: None,
     };
+    if accuracy {
+        return accuracy::print(&model, &options);
+    }
     let start = Instant::now();
     let mut engine = CpuEngine::new(&model.config, &model.weights, model.rope, &options)?;
     let bytes = engine.streamed_bytes();
@@ -80,8 +94,21 @@ fn run(path: &Path, threads: usize, dtype: KvDtype) -> Result<(), Box<dyn std::e
         bytes as f64 / 1e6,
         start.elapsed().as_secs_f64() * 1e3
     );
-    let before = read_bandwidth(bytes, threads);
-    println!("{:<40} {:>10} {:>14}", "", "tokens/s", "ms of CPU each");
+    let bandwidth = read_bandwidth(bytes, threads);
+    let peaks = floors::peaks(threads);
+    println!(
+        "reading {:.1} MB: {:.1} GB/s",
+        bytes as f64 / 1e6,
+        bandwidth / 1e9
+    );
+    for peak in &peaks {
+        println!(
+            "{:<20} {:>7.0} G products/s",
+            peak.name,
+            peak.per_second / 1e9
+        );
+    }
+    println!("\n{:<40} {:>10} {:>14}", "", "tokens/s", "ms of CPU each");
     let mut single = 0.0;
     for streams in STREAMS {
         let row = decode(&mut engine, streams, 32);
@@ -89,18 +116,34 @@ fn run(path: &Path, threads: usize, dtype: KvDtype) -> Result<(), Box<dyn std::e
         if streams == 1 {
             single = row.tokens_per_second;
         }
+        if PHASES_OF_STREAMS.contains(&streams) {
+            table(
+                &engine.phases(),
+                decode_steps(streams) * REPEATS,
+                streams,
+                bandwidth,
+                &peaks,
+            );
+        }
     }
     if model.config.context > LONG_TOKENS {
         let row = decode(&mut engine, 1, LONG_TOKENS - DECODE_STEPS - 1);
         print(&format!("decode, 1 stream, {LONG_TOKENS} tokens deep"), row);
-    }
-    for tokens in PROMPT_TOKENS {
-        print(
-            &format!("prefill, {tokens} tokens"),
-            prefill(&mut engine, tokens),
+        table(
+            &engine.phases(),
+            DECODE_STEPS * REPEATS,
+            1,
+            bandwidth,
+            &peaks,
         );
     }
-    let bandwidth = before.max(read_bandwidth(bytes, threads));
+    for tokens in PROMPT_TOKENS {
+        engine.reset_phases();
+        let row = prefill(&mut engine, tokens);
+        print(&format!("prefill, {tokens} tokens"), row);
+        table(&engine.phases(), REPEATS, tokens, bandwidth, &peaks);
+    }
+    let bandwidth = bandwidth.max(read_bandwidth(bytes, threads));
     let floor = bandwidth / bytes as f64;
     println!(
         "read bandwidth {:.1} GB/s: floor {floor:.0} tokens/s at one stream, reached {:.0}%",
@@ -108,6 +151,38 @@ fn run(path: &Path, threads: usize, dtype: KvDtype) -> Result<(), Box<dyn std::e
         single / floor * 100.0
     );
     Ok(())
+}
+
+/// Where a step of `rows` rows spends its time: time of each phase, weights it reads and the time
+/// that this takes at the bandwidth, products and the time that they take at each peak.
+fn table(phases: &[PhaseCost], steps: usize, rows: usize, bandwidth: f64, peaks: &[Peak]) {
+    print!(
+        "    {:<16} {:>9} {:>9} {:>9}",
+        "phase of a step", "us", "MB", "read us"
+    );
+    for peak in peaks {
+        print!(" {:>18}", peak.name);
+    }
+    println!();
+    for cost in phases {
+        let rows = if cost.phase == Phase::Head && rows > STREAMS_MAX {
+            1
+        } else {
+            rows
+        };
+        let products = (cost.row_products * rows) as f64;
+        print!(
+            "    {:<16} {:>9.1} {:>9.2} {:>9.1}",
+            cost.phase.name(),
+            cost.nanoseconds as f64 / 1e3 / steps as f64,
+            cost.weight_bytes as f64 / 1e6,
+            cost.weight_bytes as f64 / bandwidth * 1e6
+        );
+        for peak in peaks {
+            print!(" {:>15.1} us", products / peak.per_second * 1e6);
+        }
+        println!();
+    }
 }
 
 /// One line of the table.
@@ -158,74 +233,8 @@ fn cpu_seconds() -> f64 {
     }
 }
 
-/// Bytes a second that `threads` threads read from a buffer of `bytes`; the best of three.
-fn read_bandwidth(bytes: usize, threads: usize) -> f64 {
-    let buffer = vec![1u64; bytes / 8];
-    let mut best = 0.0f64;
-    for _ in 0..REPEATS {
-        let barrier = Barrier::new(threads);
-        let seconds = std::thread::scope(|scope| {
-            let parts: Vec<_> = (0..threads)
-                .map(|thread| {
-                    let from = buffer.len() * thread / threads;
-                    let part = &buffer[from..buffer.len() * (thread + 1) / threads];
-                    let barrier = &barrier;
-                    scope.spawn(move || {
-                        barrier.wait();
-                        let start = Instant::now();
-                        let mut sums = [0u64; 32];
-                        for chunk in part.chunks_exact(32) {
-                            for (sum, word) in sums.iter_mut().zip(chunk) {
-                                *sum ^= word;
-                            }
-                        }
-                        black_box(sums);
-                        start.elapsed().as_secs_f64()
-                    })
-                })
-                .collect();
-            let seconds = parts
-                .into_iter()
-                .map(|part| part.join().unwrap_or(f64::INFINITY));
-            seconds.fold(0.0, f64::max)
-        });
-        best = best.max(bytes as f64 / seconds);
-    }
-    best
-}
-
-fn greedy(position: usize) -> Option<SampleSpec> {
-    Some(SampleSpec {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        seed: 0,
-        choice: 0,
-        position: position as u32,
-        logprobs: None,
-        min_p: 0.0,
-        banned: Vec::new(),
-        shaping: None,
-    })
-}
-
-fn push(step: &mut Step, stream: usize, tokens: &[u32], start: usize, sample: Option<SampleSpec>) {
-    let first = step.tokens.len();
-    step.tokens.extend(tokens);
-    let first_page = step.pages.len();
-    let needed = (start + tokens.len()).div_ceil(PAGE_TOKENS);
-    let page = |i| PageId((stream * STREAM_PAGES + i) as u32);
-    step.pages.extend((0..needed).map(page));
-    step.sequences.push(StepSequence {
-        tokens: first..step.tokens.len(),
-        start,
-        pages: first_page..step.pages.len(),
-        sample,
-    });
-}
-
-fn run_step(engine: &mut CpuEngine, step: &mut Step) {
-    engine.run(step).expect("the bench plans valid steps");
+fn decode_steps(streams: usize) -> usize {
+    (DECODE_TOKENS_MAX / streams).min(DECODE_STEPS)
 }
 
 /// Tokens a second over all streams, `depth` tokens into each; the best of three runs.
@@ -238,7 +247,8 @@ fn decode(engine: &mut CpuEngine, streams: usize, depth: usize) -> Rate {
         run_step(engine, &mut step);
     }
     let mut best = NO_RATE;
-    let steps = (DECODE_TOKENS_MAX / streams).min(DECODE_STEPS);
+    let steps = decode_steps(streams);
+    engine.reset_phases();
     for _ in 0..REPEATS {
         let mut tokens = vec![7u32; streams];
         let rate = timed(streams * steps, || {
