@@ -154,6 +154,14 @@ impl Transfers {
             typed(out, name, kind);
             line(out, name, "", value);
         }
+        let (tcp, _) = peers.transport_counters();
+        let name = "kvserve_pulled_bytes_total";
+        typed(out, name, "counter");
+        line(out, name, "path=\"tcp\"", tcp.bytes as f64);
+        line(out, name, "path=\"shm\"", peers.shm_counters().bytes as f64);
+        if let Some(rdma) = peers.rdma_counters() {
+            line(out, name, "path=\"rdma\"", rdma.bytes as f64);
+        }
         if let Some(rdma) = peers.rdma_counters() {
             for (name, value) in [
                 ("kvserve_rdma_pairs_total", counted.rdma_pairs),
