@@ -9,6 +9,7 @@ use super::config::{PathCounters, PeerState, PeerView};
 use super::hub::Inner;
 use super::migrate::AttemptCell;
 use super::path::ShmPath;
+use super::rdma::RdmaPath;
 use super::wait::{Bell, Either, Woken, race, within};
 use crate::credits::PeerCredits;
 use crate::lease::PeerSession;
@@ -18,7 +19,7 @@ use crate::session::{Frame, Liveness, PeerIdentity, Pulse, RefuseReason, SealedC
 use crate::transport::chaos::MessageFate;
 use crate::transport::tcp::ConnectionId;
 use kvserve_runtime::net::TcpStream;
-use kvserve_runtime::{ChannelId, Nanos};
+use kvserve_runtime::{ChannelId, ChannelKind, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -81,6 +82,7 @@ pub(super) struct Session {
     /// TCP must not be pulled over: by the node's choice, or after mismatches.
     pub tcp_out: Cell<bool>,
     pub shm_path: Cell<ShmPath>,
+    pub rdma: RdmaPath,
     pub path_bell: Bell,
     /// Peers' maps of our pool: one once it was handed over.
     pub maps_served: Cell<u32>,
@@ -118,6 +120,7 @@ impl Session {
             Ok(()) => ShmPath::Trying,
             Err(_told_when_it_is_registered) => ShmPath::Off,
         };
+        let by_rdma = matches!(shm_path, ShmPath::Off) && inner.rdma_plan(&peer).is_ok();
         Session {
             number,
             peer,
@@ -134,8 +137,12 @@ impl Session {
             bye_queued: Cell::new(false),
             end_bell: Bell::new(&inner.hub, "peer.session"),
             tcp_path: Cell::new(PullPath::None),
-            tcp_out: Cell::new(inner.config.transport == TransportChoice::Shm),
+            tcp_out: Cell::new(matches!(
+                inner.config.transport,
+                TransportChoice::Shm | TransportChoice::Rdma
+            )),
             shm_path: Cell::new(shm_path),
+            rdma: RdmaPath::new(inner, by_rdma),
             path_bell: Bell::new(&inner.hub, "peer.path"),
             maps_served: Cell::new(0),
             mismatches: Cell::new(0),
@@ -221,8 +228,12 @@ impl Session {
         };
         let (path, can_pull) = match (self.pull_path(), self.shm_path.get()) {
             (PullPath::Open(_), ShmPath::Open(_)) => ("shm", true),
-            (PullPath::Open(_), ShmPath::Off | ShmPath::Trying) => ("tcp", true),
+            (PullPath::Open(channel), ShmPath::Off | ShmPath::Trying) => match channel.kind {
+                ChannelKind::Rdma => ("rdma", true),
+                _ => ("tcp", true),
+            },
             (PullPath::None, _) if self.maps_served.get() > 0 => ("shm", false),
+            (PullPath::None, _) if self.rdma.is_served() => ("rdma", false),
             (PullPath::None, _) if pulls && self.peer.role.serves() => ("", false),
             (PullPath::None, _) if self.served.borrow().is_empty() => ("", false),
             (PullPath::None, _) => ("tcp", false),
@@ -399,6 +410,7 @@ impl Inner {
             ShmPath::Off | ShmPath::Trying => {}
             ShmPath::Open(channel) => self.hub.close_channel(channel),
         }
+        self.close_rdma(session);
         if let Some(pages) = &self.pages {
             for connection in session.served.take() {
                 pages.server.borrow_mut().close_connection(connection);

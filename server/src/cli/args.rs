@@ -73,12 +73,14 @@ impl Dtype {
 /// Which way pages may take between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TransportArg {
-    /// Shared memory with a node on this host, if a probe says so; else TCP.
+    /// Shared memory with a node on this host, RDMA with others, if a probe says so; else TCP.
     Auto,
     /// Shared memory only.
     Shm,
     /// TCP only.
     Tcp,
+    /// RDMA READ only.
+    Rdma,
 }
 
 impl TransportArg {
@@ -88,6 +90,7 @@ impl TransportArg {
             TransportArg::Auto => TransportChoice::Auto,
             TransportArg::Shm => TransportChoice::Shm,
             TransportArg::Tcp => TransportChoice::Tcp,
+            TransportArg::Rdma => TransportChoice::Rdma,
         }
     }
 }
@@ -158,6 +161,9 @@ pub struct NodeArgs {
     /// Which way pages may take between nodes.
     #[arg(long, value_enum, default_value = "auto")]
     pub transport: TransportArg,
+    /// The RDMA device to use (default: the one nearest to the node's memory).
+    #[arg(long, value_name = "NAME")]
+    pub rdma_device: Option<String>,
     /// How much of each moved page is checked: off, sampled or full. Equal on all nodes.
     #[arg(long, value_name = "MODE", default_value_t = ChecksumMode::Full)]
     pub checksums: ChecksumMode,

@@ -26,6 +26,7 @@ use kvserve_kv::ledger::{Ledger, LedgerCell};
 use kvserve_kv::peer::{self, PeerConfig, PeerHub, PeerLimits, PeerParts};
 use kvserve_kv::session::{PeerKey, Role};
 use kvserve_kv::transport::chaos::ChaosHandle;
+use kvserve_kv::transport::rdma::RdmaConfig;
 use kvserve_model::Model;
 use kvserve_model::cpu::{CpuBackend, CpuEngine, CpuOptions};
 use kvserve_runtime::bridge;
@@ -409,6 +410,10 @@ fn peer_start(
             api_url: format!("http://{}", host(listen)),
             checksums: command.node.checksums,
             transport: command.node.transport.choice(),
+            rdma: RdmaConfig {
+                device: command.node.rdma_device.clone(),
+                ..RdmaConfig::default()
+            },
             limits: peer_limits(command.node.lease_ttl),
         },
         join: join.join,
@@ -622,11 +627,12 @@ fn start_engine(
                     ledger: Some(ledger),
                     prefill: matches!(shared.role, Role::Prefill | Role::Hybrid)
                         .then(|| Rc::new(prefill) as Rc<_>),
+                    verbs: None,
                     chaos: Some(parts.chaos),
                     events,
                 },
             )
-            .map_err(|error| format!("cannot listen for peers: {error}"))?;
+            .map_err(|error| format!("cannot reach peers: {error}"))?;
             if let Some(address) = start.join {
                 peers.dial(address);
             }
@@ -729,7 +735,10 @@ fn dtype_text(args: &NodeArgs) -> &'static str {
 
 fn path_text(args: &NodeArgs) -> &'static str {
     match args.transport {
-        TransportArg::Auto => "shared memory with nodes on this host, else tcp (probed)",
+        TransportArg::Auto => {
+            "shared memory with nodes on this host, rdma with others, else tcp (probed)"
+        }
+        TransportArg::Rdma => "rdma only (--transport rdma)",
         TransportArg::Shm => "shared memory only (--transport shm)",
         TransportArg::Tcp => "tcp only (--transport tcp)",
     }

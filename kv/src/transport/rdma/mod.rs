@@ -39,6 +39,7 @@ mod ring;
 mod transport;
 pub mod verbs;
 
+pub use super::places::PeerPlaces;
 pub use config::RdmaConfig;
 pub use connect::{Prepared, ServedId};
 pub use endpoint::Endpoint;

@@ -45,11 +45,13 @@ impl Node {
             context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
         }
         match frame {
-            // Places are only told to peers that have mapped a pool, which these have not.
+            // Places and queue pairs are of peers with such a path, which these have not.
             Frame::Heartbeat
             | Frame::ReleaseAnswer { .. }
             | Frame::App { .. }
-            | Frame::Places { .. } => {}
+            | Frame::Places { .. }
+            | Frame::RdmaAsk { .. }
+            | Frame::RdmaAnswer { .. } => {}
             Frame::Prefill {
                 id,
                 left_ns,
