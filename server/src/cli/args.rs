@@ -95,6 +95,25 @@ impl TransportArg {
     }
 }
 
+/// A switch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnOff {
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+impl OnOff {
+    /// As written on the command line.
+    pub fn label(self) -> &'static str {
+        match self {
+            OnOff::On => "on",
+            OnOff::Off => "off",
+        }
+    }
+}
+
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
@@ -125,6 +144,9 @@ pub struct NodeArgs {
     /// Bytes of KV cache (e.g. 2GiB); default from --max-running, at most a quarter of free memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_cache: Option<u64>,
+    /// Keep the pages of prompts and answers for those that begin alike.
+    #[arg(long, value_enum, default_value = "on")]
+    pub prefix_cache: OnOff,
     /// Longest prompt + answer in tokens; default: what the model can hold.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub max_model_len: Option<u32>,

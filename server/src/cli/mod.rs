@@ -5,6 +5,6 @@ mod parse;
 
 pub use args::{
     Cli, Command, CoreList, Dtype, FetchArgs, JoinArgs, LogFormat, ModelArg, NodeArgs, NodeCommand,
-    ProxyArgs, TransportArg, UpArgs,
+    OnOff, ProxyArgs, TransportArg, UpArgs,
 };
 pub use parse::{parse_cores, parse_duration, parse_size};

@@ -154,6 +154,11 @@ impl Transfers {
             typed(out, name, kind);
             line(out, name, "", value);
         }
+        let (tcp, _) = peers.transport_counters();
+        let name = "kvserve_pulled_bytes_total";
+        typed(out, name, "counter");
+        line(out, name, "path=\"tcp\"", tcp.bytes as f64);
+        line(out, name, "path=\"shm\"", peers.shm_counters().bytes as f64);
         let paths = node.paths();
         type Counted = fn(&crate::cluster::PathReport) -> f64;
         let of_path: [(&str, &str, Counted); 8] = [

@@ -11,7 +11,7 @@ use crate::api::ids::RandomIds;
 use crate::api::{
     Api, ApiConfig, ApiMetrics, Job, LocalFuture, Offload, OffloadError, ServedModel,
 };
-use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand, TransportArg};
+use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand, OnOff, TransportArg};
 use crate::cluster::agent::{self, Agent};
 use crate::engine::{EngineClient, EngineCommand, EngineCore};
 use crate::log::Log;
@@ -24,6 +24,7 @@ use crate::scheduler::SchedulerLimits;
 use kvserve_kv::KvLayout;
 use kvserve_kv::ledger::{Ledger, LedgerCell};
 use kvserve_kv::peer::{self, PeerConfig, PeerHub, PeerLimits, PeerParts};
+use kvserve_kv::prefix::PrefixConfig;
 use kvserve_kv::session::{PeerKey, Role};
 use kvserve_kv::transport::chaos::ChaosHandle;
 use kvserve_kv::transport::rdma::RdmaConfig;
@@ -98,6 +99,7 @@ struct Shared {
 /// What only the engine's shard gets.
 struct EngineParts {
     backend: CpuBackend,
+    prefix_cache: OnOff,
     commands: bridge::Receiver<EngineCommand>,
     queries: bridge::Receiver<DebugQuery>,
     chaos: ChaosHandle,
@@ -225,6 +227,7 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         side_pool: Arc::new(side_pool),
         engine: Arc::new(Mutex::new(Some(EngineParts {
             backend,
+            prefix_cache: args.prefix_cache,
             commands: commands_out,
             queries: queries_out,
             chaos,
@@ -555,13 +558,27 @@ async fn finish_peers(shard: &Shard, node: &NodeContext, patience: Duration) {
     }
 }
 
+/// What clients cannot know, so that they cannot make prefixes collide.
+fn hash_seed() -> Result<u64, String> {
+    let key = peer::fresh_key().map_err(|error| format!("no random numbers: {error}"))?;
+    let (seed, _) = key.split_first_chunk().expect("a key has 32 bytes");
+    Ok(u64::from_le_bytes(*seed))
+}
+
 fn start_engine(
     shard: &Shard,
     shared: &Shared,
     parts: EngineParts,
 ) -> Result<(Hub, Rc<NodeContext>), String> {
     let pool = kvserve_model::Backend::pool(&parts.backend);
-    let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
+    let mut ledger = Ledger::of_pool(pool.clone());
+    if parts.prefix_cache == OnOff::On {
+        ledger = ledger.with_prefix_cache(PrefixConfig {
+            page_tokens: shared.limits.page_tokens,
+            seed: hash_seed()?,
+        });
+    }
+    let ledger = Rc::new(LedgerCell::new(ledger));
     let hub = Hub::new(HubLimits::default(), ledger.clone());
     let core = EngineCore::new(
         shard.clone(),

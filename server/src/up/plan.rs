@@ -173,6 +173,7 @@ fn node_flags(child: &mut Vec<String>, args: &UpArgs, nodes: usize, cpu: usize) 
         flag(child, "--rdma-device", device);
     }
     flag(child, "--checksums", node.checksums);
+    flag(child, "--prefix-cache", node.prefix_cache.label());
     if node.spin {
         child.push("--spin".into());
     }

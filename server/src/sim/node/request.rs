@@ -377,9 +377,11 @@ impl Node {
             new_tokens_max: left,
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),
+            cache_salt: Vec::new(),
             deadline: request.request.deadline,
             pages: PagesFrom::Migration {
                 pages: pages.clone(),
+                held: 0,
                 computed: withheld.computed(),
             },
         };
@@ -408,15 +410,11 @@ impl Node {
             return;
         };
         context.coverage.hit("request: migrated");
-        let taken_over = sequence.is_some_and(|sequence| self.engine.prove(sequence));
-        self.keeper.ledger.with(|ledger| {
-            if taken_over {
-                let adopted = ledger.adopt(pages);
-                debug_assert!(adopted.is_ok(), "{adopted:?}");
-            } else {
-                ledger.free(pages);
-            }
-        });
+        let taken_over =
+            sequence.is_some_and(|sequence| self.engine.prove(&self.keeper, sequence, pages));
+        if !taken_over {
+            self.keeper.ledger.with(|ledger| ledger.free(pages));
+        }
         let (tokens, finish) = withheld.release();
         let mut last = None;
         for sampled in tokens {
@@ -452,6 +450,7 @@ impl Node {
             new_tokens_max: request.facts.left(&request.request),
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),
+            cache_salt: Vec::new(),
             deadline: request.request.deadline,
             pages: PagesFrom::Scheduler,
         };
@@ -476,7 +475,7 @@ impl Node {
             return;
         };
         match event {
-            SequenceEvent::Computed(_) => {}
+            SequenceEvent::Cached(_) | SequenceEvent::Computed(_) => {}
             SequenceEvent::Token(sampled, finish) => match &mut request.phase {
                 Phase::Attempt {
                     withheld, sequence, ..

@@ -232,8 +232,13 @@ impl Node {
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,
+            cache_salt: Vec::new(),
             deadline,
-            pages: PagesFrom::Lease(pages.clone()),
+            pages: PagesFrom::Lease {
+                pages: pages.clone(),
+                held: 0,
+                computed: 0,
+            },
         };
         let ledger = self.keeper.ledger.clone();
         let Some(sequence) = self.engine.submit(spec, Owner::Prefill(key)) else {
@@ -319,6 +324,7 @@ impl Node {
             return;
         };
         match event {
+            SequenceEvent::Cached(_) => {}
             SequenceEvent::Computed(tokens) => {
                 producer.ready = producer.ready.max(tokens / PAGE_TOKENS);
             }
