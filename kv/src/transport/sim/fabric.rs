@@ -109,6 +109,7 @@ pub struct Fabric {
     awake: Vec<LinkId>,
     /// Sessions that their server has ended: no link of theirs stands any more.
     sessions_over: BTreeSet<(usize, u64)>,
+    reuses_refused: u64,
 }
 
 impl Fabric {
@@ -182,7 +183,7 @@ impl Fabric {
             bytes_seen: 0,
             moved_at: Nanos(0),
             posts_highest: 0,
-            notices_in: 6,
+            notices_in: 8,
         });
         LinkId(self.links.len() - 1)
     }
@@ -245,6 +246,20 @@ impl Fabric {
     /// The two ends of a link: reader, server.
     pub fn ends(&self, link: LinkId) -> (usize, usize) {
         (self.links[link.0].reader, self.links[link.0].server)
+    }
+
+    /// Links on which `reader` copies out of a map.
+    pub fn mapped_of(&self, reader: usize) -> Vec<LinkId> {
+        let copies = |link: &Link| link.reader == reader && link.kind == LinkKind::Mapped;
+        (self.links.iter().enumerate())
+            .filter(|(_, link)| copies(link) && !link.quiet)
+            .map(|(number, _)| LinkId(number))
+            .collect()
+    }
+
+    /// Copies that were given up since their page had been used for something else.
+    pub fn reuses_refused(&self) -> u64 {
+        self.reuses_refused
     }
 
     /// Who moves the bytes of a link.
@@ -434,6 +449,7 @@ impl Fabric {
             op.reused = Some(page);
         }
         if !place.holds(server.generation(page)) {
+            self.reuses_refused += 1;
             return self.end_front(id, CompletionStatus::Error(code::GENERATION));
         }
         if !op.abandoned {

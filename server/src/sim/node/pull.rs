@@ -13,9 +13,8 @@ use kvserve_kv::credits::Short;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::pull::{Attempt, AttemptPhase, FailReason, PullEffect, PullEvent, PullNews};
 use kvserve_kv::session::{Frame, RefuseReason};
-use kvserve_kv::transport::code;
 use kvserve_kv::{PageId, Transport};
-use kvserve_runtime::{Deadline, EndReason, Nanos};
+use kvserve_runtime::{Deadline, Nanos};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -106,9 +105,6 @@ impl Node {
             context
                 .coverage
                 .pair("pull", phase.label(), pull_event(&event));
-            if let PullEvent::ReadEnded(_, EndReason::Failed(code::GENERATION)) = event {
-                context.coverage.hit("copy of a reused page refused");
-            }
             let granted = matches!(event, PullEvent::Granted { .. });
             pull.machine.on(self.turned_at, event, &mut effects);
             let last = |effect: &PullEffect| match effect {

@@ -213,6 +213,8 @@ impl World {
             }
             self.wake_links();
             if over || self.context.violation.is_some() {
+                let refused = self.fabric.borrow().reuses_refused();
+                (self.context.coverage).add("copy of a reused page refused", refused);
                 return;
             }
         }
