@@ -121,7 +121,7 @@ impl<'a> Load<'a> {
             let (body, text) = &self.requests[(drawn >> 32) as usize % self.requests.len()];
             let mut body = body.clone();
             // Three of four share no cached prefix with anybody, so that pages have to move.
-            if (drawn >> 16) % 4 != 0 {
+            if !(drawn >> 16).is_multiple_of(4) {
                 body["cache_salt"] = json!(format!("soak-{number}"));
             }
             if drawn % 100 < LEAVE_PERCENT {
