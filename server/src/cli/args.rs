@@ -33,6 +33,16 @@ pub enum Command {
     Proxy(ProxyArgs),
     /// Fetch a model of the catalogue into the cache.
     Fetch(FetchArgs),
+    /// Say what this machine has for moving pages by RDMA, and what is missing.
+    Doctor(DoctorArgs),
+}
+
+/// `kvserve doctor`.
+#[derive(Debug, Clone, Args)]
+pub struct DoctorArgs {
+    /// The RDMA device to look for (default: the best one).
+    #[arg(long, value_name = "NAME")]
+    pub rdma_device: Option<String>,
 }
 
 /// A model on the command line.

@@ -27,6 +27,7 @@
 //! | `ring.rs` | requests on their way, closed by number |
 //! | `channel.rs` | one queue pair that pulls |
 //! | `connect.rs` | from RESET to use; the side that serves |
+//! | `doctor.rs` | what stands in the way of RDMA here, in words |
 //! | `transport.rs` | [`RdmaTransport`]: what a shard polls |
 
 pub mod address;
@@ -34,6 +35,7 @@ mod channel;
 pub mod config;
 mod connect;
 mod cut;
+pub mod doctor;
 pub mod endpoint;
 mod ring;
 mod transport;
