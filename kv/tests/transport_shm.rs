@@ -156,6 +156,31 @@ fn the_fused_checksum_is_the_one_that_the_peer_publishes() {
     }
 }
 
+/// A copy of more than a turn's bytes needs nobody but the shard, which must not park on it.
+#[test]
+fn a_copy_in_pieces_keeps_its_shard_busy_to_its_end() {
+    let shape = Shape {
+        pages: 8,
+        page_bytes: 16 * 1024,
+        narrow: false,
+    };
+    let mut world = World::<ShmRig>::new(shape);
+    let config = ShmConfig {
+        turn_bytes: 16 * 1024,
+        ..ShmConfig::default()
+    };
+    world.rig = ShmRig::with(shape, config);
+    let channel = world.rig.connect(0);
+    let lease = world.grant_all();
+    assert!(!world.rig.transport.busy());
+    let first = world.post(channel, vec![read(lease, 0, [7, 6, 5, 4])]);
+    assert!(world.rig.transport.busy(), "nothing is copied yet");
+    world.poll();
+    assert!(world.rig.transport.busy(), "a page of four");
+    assert_eq!(world.finish(first, 1), [CompletionStatus::Success]);
+    assert!(!world.rig.transport.busy());
+}
+
 #[test]
 fn a_frozen_peers_pages_are_copied_and_a_dead_ones_are_not() {
     let mut world = World::<ShmRig>::new(NARROW);

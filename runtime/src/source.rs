@@ -48,6 +48,13 @@ pub trait CompletionSource {
     /// Asks what became of a killed channel.
     fn reap(&mut self, channel: ChannelId) -> Reap;
 
+    /// Whether a poll right now would go on with work in hand although nothing comes from
+    /// outside (a copy that is done in pieces). The loop then turns again before it arms and
+    /// parks.
+    fn busy(&self) -> bool {
+        false
+    }
+
     /// Any number that grows while `channel` moves something between two completions (bytes,
     /// for instance). The stop ladder takes a change as progress, so that a large read over a
     /// slow link is not taken for a channel that stands still (PROTOCOL E3).

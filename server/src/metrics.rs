@@ -58,6 +58,8 @@ metrics! {
     migrations_failed => "kvserve_migrations_failed_total",
     /// Requests whose prompt was computed on the decode node instead.
     recomputes => "kvserve_local_recomputes_total",
+    /// Requests of which a decode node held so much that it computed the short rest itself.
+    rests_here => "kvserve_prefix_rests_here_total",
     /// Prefills done for peers.
     peer_prefills => "kvserve_peer_prefills_total",
     /// Prefills for peers refused as busy.

@@ -115,6 +115,7 @@ mod tests {
                 ..SamplingParams::default()
             },
             stop_token_ids: Vec::new(),
+            cache_salt: String::new(),
             deadline: Deadline::after(Nanos(0), Duration::from_secs(1)),
             label: String::new(),
         }

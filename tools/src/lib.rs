@@ -1,1 +1,3 @@
-//! What people run beside the server.
+//! What people run beside the server; each tool's own parts.
+
+pub mod soak;

@@ -4,9 +4,6 @@ use super::BLOCK_BYTES;
 use super::xxh3::{PRIME32_1, SCRAMBLE_AT, SECRET, STRIPES, secret_of_end};
 use std::arch::x86_64::*;
 
-/// Bytes that are asked for ahead of their load.
-const AHEAD_BYTES: usize = 1024;
-
 /// Hashes whole blocks, then the `end` stripes of the last block (0: there is more to come).
 ///
 /// # Safety
@@ -52,8 +49,6 @@ pub(super) unsafe fn copy<const HASH: bool, const STREAM: bool>(
     for block in 0..blocks {
         for stripe in 0..STRIPES {
             let at = block * BLOCK_BYTES + stripe * 64;
-            // A prefetch touches nothing, wherever it points.
-            _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(at + AHEAD_BYTES).cast());
             // SAFETY: inside the blocks, aligned.
             let words = unsafe { carry::<STREAM>(source.add(at), target.add(at)) };
             if HASH {

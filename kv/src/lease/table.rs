@@ -102,6 +102,17 @@ impl LeaseTable {
             .collect()
     }
 
+    /// Where an attempt stands; `None` when it is not in the table.
+    pub fn phase(&self, session: PeerSession, id: AttemptId) -> Option<LeasePhase> {
+        self.entries.get(&(session, id)).map(|entry| entry.phase)
+    }
+
+    /// Where the attempt that this lease was granted to stands; `None` when it is over.
+    pub fn phase_of_lease(&self, lease: u64) -> Option<LeasePhase> {
+        let (session, id) = self.by_lease.get(&lease)?;
+        self.phase(*session, *id)
+    }
+
     // ---- the producer's side ------------------------------------------------------------
 
     /// A `Prefill` frame came. A higher attempt of the same request cancels the lower ones.

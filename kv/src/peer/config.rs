@@ -5,9 +5,12 @@ use crate::lease::LeaseLimits;
 use crate::ledger::LedgerCell;
 use crate::pool::{PageId, PoolMemory};
 use crate::pull::{MigrationError, PullLimits};
+use crate::session::frame::FEATURE_RDMA;
 use crate::session::handshake::Refusal;
 use crate::session::{LivenessLimits, LocalNode, PeerKey, RefuseReason, RequestId, Role, ShmOffer};
 use crate::transport::chaos::ChaosHandle;
+use crate::transport::rdma::RdmaConfig;
+use crate::transport::rdma::verbs::Library;
 use crate::{checksum::ChecksumMode, session::ServiceRefusal};
 use kvserve_runtime::{Deadline, Nanos};
 use std::net::SocketAddr;
@@ -44,6 +47,8 @@ pub struct PeerConfig {
     pub checksums: ChecksumMode,
     /// Which way pages may take.
     pub transport: TransportChoice,
+    /// Settings of RDMA, where it is used.
+    pub rdma: RdmaConfig,
     /// Times and bounds.
     pub limits: PeerLimits,
 }
@@ -51,13 +56,15 @@ pub struct PeerConfig {
 /// Which way pages may take between this node and its peers (PROTOCOL X1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum TransportChoice {
-    /// Shared memory with a peer on this host if a probe says so, else TCP.
+    /// Shared memory with a peer on this host, RDMA with others, if a probe says so; else TCP.
     #[default]
     Auto,
     /// Shared memory only.
     Shm,
     /// TCP only.
     Tcp,
+    /// RDMA only.
+    Rdma,
 }
 
 impl TransportChoice {
@@ -67,12 +74,13 @@ impl TransportChoice {
             TransportChoice::Auto => "auto",
             TransportChoice::Shm => "shm",
             TransportChoice::Tcp => "tcp",
+            TransportChoice::Rdma => "rdma",
         }
     }
 }
 
 impl PeerConfig {
-    pub(super) fn local(&self, shm: ShmOffer) -> LocalNode {
+    pub(super) fn local(&self, shm: ShmOffer, rdma: bool) -> LocalNode {
         LocalNode {
             node_id: self.node_id.clone(),
             incarnation: self.incarnation,
@@ -85,7 +93,7 @@ impl PeerConfig {
                 ChecksumMode::Off => 0,
                 ChecksumMode::Sampled => 1,
                 ChecksumMode::Full => 2,
-            },
+            } | if rdma { FEATURE_RDMA } else { 0 },
             shm,
         }
     }
@@ -146,6 +154,8 @@ pub struct PeerParts {
     pub ledger: Option<Rc<LedgerCell>>,
     /// Computes prompts for peers, on nodes that do.
     pub prefill: Option<Rc<dyn PrefillService>>,
+    /// The verbs library; `None`: the system's, if RDMA is wanted and it is there.
+    pub verbs: Option<Library>,
     /// Faults on purpose.
     pub chaos: Option<ChaosHandle>,
     /// Who hears of peers.
@@ -162,7 +172,7 @@ pub trait PeerEvents {
     fn down(&self, node_id: &str, reason: RefuseReason, by_peer: bool);
     /// A frame of the layer above.
     fn app(&self, node_id: &str, kind: u16, bytes: &[u8]);
-    /// The way of pages pulled from a peer was chosen or has changed: `shm`, `tcp` or, when
+    /// The way of pages pulled from a peer was chosen or has changed: `shm`, `rdma`, `tcp` or, when
     /// there is none (any more), an empty text; and why, if there is more to say.
     fn path(&self, node_id: &str, path: &'static str, reason: &str) {
         let _unused: (&str, &str, &str) = (node_id, path, reason);
@@ -341,6 +351,12 @@ pub struct PeerCounters {
     pub pools_refused: u64,
     /// Sessions that fell back from shared memory to TCP.
     pub path_fallbacks: u64,
+    /// Queue pairs that came up to pull over, and those that peers read over.
+    pub rdma_pairs: u64,
+    /// See `rdma_pairs`.
+    pub rdma_pairs_served: u64,
+    /// Queue pairs to pull over that were lost (each is made anew).
+    pub rdma_pairs_lost: u64,
     /// Pages that did not match their checksums.
     pub checksum_mismatches: u64,
     /// Ways taken out of use for that.

@@ -96,7 +96,9 @@ async fn dial_once(inner: &Rc<Inner>, dial: &Dial) -> Result<(), Refusal> {
     let shaken = within(&inner.shard, inner.config.limits.handshake, async {
         let stream = TcpStream::connect(address).await.map_err(io_refusal)?;
         let nonce = entropy::bytes().map_err(io_refusal)?;
-        let local = inner.config.local(inner.shm_offer.clone());
+        let local = inner
+            .config
+            .local(inner.shm_offer.clone(), inner.rdma_offered());
         let (handshake, first) = Handshake::dial(local, inner.config.key.clone(), nonce);
         stream.write_all(&first).await.map_err(io_refusal)?;
         let mut frames = FrameStream::new();
@@ -184,7 +186,9 @@ async fn take_in(
     }
     let nonce = entropy::bytes().map_err(io_refusal)?;
     let mut handshake = Handshake::accept(
-        inner.config.local(inner.shm_offer.clone()),
+        inner
+            .config
+            .local(inner.shm_offer.clone(), inner.rdma_offered()),
         inner.config.key.clone(),
         nonce,
     );
@@ -344,7 +348,16 @@ impl Inner {
                 Err(reason) if choice == TransportChoice::Shm => {
                     self.events.path(node_id, "", reason);
                 }
-                Err(reason) => self.events.path(node_id, "tcp", reason),
+                Err(not_shm) => match self.rdma_plan(&session.peer) {
+                    Ok(()) => {}
+                    Err(reason) if choice == TransportChoice::Rdma => {
+                        self.events.path(node_id, "", reason);
+                    }
+                    Err(reason) => {
+                        let both = format!("{not_shm}; {reason}");
+                        self.events.path(node_id, "tcp", &both);
+                    }
+                },
             }
         }
         Ok(session)

@@ -37,7 +37,10 @@ impl Inner {
     /// On the session's dialler: keeps its data connections up. Never ends by itself.
     pub(super) async fn data_loop(&self, session: &Session) {
         let (we, they) = (self.config.role, session.peer.role);
-        let tcp = self.config.transport != TransportChoice::Shm;
+        let tcp = !matches!(
+            self.config.transport,
+            TransportChoice::Shm | TransportChoice::Rdma
+        );
         let lanes = [
             (LANE_DIALLER_PULLS, tcp && we.pulls() && they.serves()),
             (LANE_ACCEPTOR_PULLS, tcp && we.serves() && they.pulls()),

@@ -49,6 +49,17 @@ impl Inner {
                 first,
                 places,
             } => self.on_places(session, id, lease, first, &places),
+            Frame::RdmaAsk {
+                pair,
+                serial,
+                endpoint,
+            } => self.on_rdma_ask(session, pair, serial, &endpoint),
+            Frame::RdmaAnswer {
+                pair: _,
+                serial,
+                endpoint,
+                text,
+            } => self.on_rdma_answer(session, serial, &endpoint, text),
             Frame::Busy { id, retry_ms } => {
                 self.to_attempt(session, id, PullEvent::Busy { retry_ms });
             }

@@ -2,12 +2,13 @@
 
 use super::config::{
     PathCounters, PeerConfig, PeerCounters, PeerEvents, PeerParts, PeerState, PeerView, PrefillAsk,
-    PrefillError, PrefillService, SendError,
+    PrefillError, PrefillService, SendError, TransportChoice,
 };
 use super::connect::Dial;
 use super::migrate::{AttemptCell, drive};
 use super::migration::Migration;
 use super::path::ShmPath;
+use super::rdma::NodeRdma;
 use super::reads::Queued;
 use super::serve::{Authority, Producer};
 use super::session::{PullPath, Session};
@@ -19,6 +20,8 @@ use crate::pull::{Attempt, MigrationError, Stage};
 use crate::session::frame::{API_URL_BYTES_MAX, APP_BYTES_MAX, NODE_ID_BYTES_MAX};
 use crate::session::{AttemptId, Frame, Pulse, RefuseReason, RequestId, Role, ShmOffer};
 use crate::transport::chaos::{ChaosHandle, ChaosTransport};
+use crate::transport::rdma::verbs::{Access, Library};
+use crate::transport::rdma::{Opening, RdmaCounters};
 use crate::transport::shm::{ShmConfig, ShmCounters, ShmTransport};
 use crate::transport::tcp::{
     ServerConfig, ServerCounters, TcpConfig, TcpCounters, TcpReadServer, TcpTransport,
@@ -42,6 +45,7 @@ pub(super) struct Pages {
     pub transport_source: SourceId,
     pub shm: Rc<RefCell<ChaosTransport<ShmTransport>>>,
     pub shm_source: SourceId,
+    pub rdma: Option<NodeRdma>,
     pub server: Rc<RefCell<TcpReadServer>>,
     pub authority: Rc<RefCell<Authority>>,
 }
@@ -136,7 +140,10 @@ impl PeerHub {
         let pages = match (parts.pool, parts.ledger) {
             (Some(pool), Some(ledger)) => {
                 let chaos = parts.chaos.clone().unwrap_or_else(ChaosHandle::off);
-                Some(open_pages(hub, &config, pool, ledger, chaos, &leases)?)
+                let verbs = parts.verbs.clone();
+                Some(open_pages(
+                    hub, &config, pool, ledger, chaos, &leases, verbs,
+                )?)
             }
             (Some(_), None) | (None, Some(_)) | (None, None) => None,
         };
@@ -400,6 +407,20 @@ impl PeerHub {
         }
     }
 
+    /// What RDMA has moved and counted; `None` where there is none.
+    pub fn rdma_counters(&self) -> Option<RdmaCounters> {
+        let rdma = self.0.pages.as_ref()?.rdma.as_ref()?;
+        Some(rdma.transport.borrow().inner().counters())
+    }
+
+    /// The device and port that RDMA uses, where this node has it.
+    pub fn rdma_device(&self) -> Option<String> {
+        let rdma = self.0.pages.as_ref()?.rdma.as_ref()?;
+        let transport = rdma.transport.borrow();
+        let choice = transport.inner().choice();
+        Some(format!("{} port {}", choice.device, choice.port))
+    }
+
     /// Ends everything: no dials, no accepts, each session with `ShuttingDown`. The tasks end
     /// within a heartbeat.
     pub fn stop(&self) {
@@ -465,6 +486,7 @@ impl Inner {
             }
             ShmPath::Open(_) | ShmPath::Trying | ShmPath::Off => {}
         }
+        self.check_rdma(session, works);
     }
 
     /// What is due every heartbeat.
@@ -549,7 +571,9 @@ fn open_pages(
     ledger: Rc<LedgerCell>,
     chaos: ChaosHandle,
     leases: &Rc<RefCell<LeaseTable>>,
+    verbs: Option<Library>,
 ) -> io::Result<Pages> {
+    let rdma = open_rdma(hub, config, &pool, verbs, chaos.clone())?;
     let tcp = TcpTransport::new(pool.clone(), config.page_bytes, TcpConfig::default())?;
     let transport = Rc::new(RefCell::new(ChaosTransport::new(tcp, chaos.clone())?));
     let copies = ShmConfig {
@@ -579,7 +603,44 @@ fn open_pages(
         transport_source,
         shm,
         shm_source,
+        rdma,
         server,
         authority,
     })
+}
+
+/// RDMA, as the node's choice wants it: with `auto` only where it is, with `rdma` or not at all.
+fn open_rdma(
+    hub: &Hub,
+    config: &PeerConfig,
+    pool: &Arc<PoolMemory>,
+    verbs: Option<Library>,
+    chaos: ChaosHandle,
+) -> io::Result<Option<NodeRdma>> {
+    let must = match config.transport {
+        TransportChoice::Rdma => true,
+        TransportChoice::Auto => false,
+        TransportChoice::Shm | TransportChoice::Tcp => return Ok(None),
+    };
+    let address = config.listen.map(|address| address.ip());
+    let opening = Opening {
+        pool,
+        page_bytes: config.page_bytes,
+        access: Access {
+            serves: config.role.serves(),
+            lands: config.role.pulls(),
+        },
+        address: address.filter(|ip| !ip.is_loopback() && !ip.is_unspecified()),
+    };
+    let opened = super::rdma::open(hub, verbs, opening, &config.rdma, chaos);
+    match opened {
+        Ok(rdma) => Ok(Some(rdma)),
+        Err(reason) if must => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            format!("--transport rdma: {reason}"),
+        )),
+        // A node that may take other ways says nothing of a card it does not have; `kvserve
+        // doctor` does.
+        Err(_reason) => Ok(None),
+    }
 }

@@ -269,6 +269,9 @@ impl AttemptCell {
     fn ended(&self, inner: &Inner, free: bool) {
         let id = self.id();
         self.session.attempts.borrow_mut().remove(&id);
+        if let Some((lease, _epoch)) = self.lease_granted() {
+            self.session.rdma.places.forget(lease);
+        }
         if let (Some(pages), Some((channel, lease))) = (&inner.pages, self.learnt.take()) {
             pages
                 .shm

@@ -24,6 +24,7 @@ mod hub;
 mod migrate;
 mod migration;
 mod path;
+mod rdma;
 mod reads;
 mod serve;
 mod session;

@@ -1,4 +1,5 @@
-//! Which way pages take between two nodes (PROTOCOL X1): shared memory on one host, else TCP.
+//! Which way pages take between two nodes (PROTOCOL X1): shared memory on one host, RDMA where both
+//! offer it ([`super::rdma`]), else TCP.
 //!
 //! Chosen when a session comes up, by the side that pulls, and probed: the boot ids must be
 //! equal, the peer's pool must come over a Unix socket from a process of the same user that holds
@@ -12,6 +13,7 @@ use super::config::TransportChoice;
 use super::connect::{jitter, next_frame};
 use super::entropy;
 use super::hub::{Inner, Pages};
+use super::rdma::RdmaPhase;
 use super::session::{PullPath, Session};
 use super::wait::{Woken, within};
 use crate::pool::PageId;
@@ -65,6 +67,10 @@ impl Session {
         match self.shm_path.get() {
             ShmPath::Open(channel) => PullPath::Open(channel),
             ShmPath::Trying => PullPath::None,
+            ShmPath::Off if self.rdma.phase.get() != RdmaPhase::Off => match self.rdma.channel() {
+                Some(channel) => PullPath::Open(channel),
+                None => PullPath::None,
+            },
             ShmPath::Off if self.tcp_out.get() => PullPath::None,
             ShmPath::Off => self.tcp_path.get(),
         }
@@ -76,6 +82,10 @@ impl Pages {
     pub(super) fn room(&self, channel: ChannelId) -> usize {
         match channel.kind {
             ChannelKind::SharedMemory => self.shm.borrow().inner().room(channel),
+            ChannelKind::Rdma => self.rdma.as_ref().map_or(0, |rdma| {
+                let transport = rdma.transport.borrow();
+                transport.inner().room(channel)
+            }),
             _ => self.transport.borrow().inner().room(channel),
         }
     }
@@ -83,6 +93,10 @@ impl Pages {
     pub(super) fn is_open(&self, channel: ChannelId) -> bool {
         let state = match channel.kind {
             ChannelKind::SharedMemory => self.shm.borrow().inner().channel_state(channel),
+            ChannelKind::Rdma => self.rdma.as_ref().and_then(|rdma| {
+                let transport = rdma.transport.borrow();
+                transport.inner().channel_state(channel)
+            }),
             _ => self.transport.borrow().inner().channel_state(channel),
         };
         state == Some(ChannelState::Open)
@@ -103,7 +117,8 @@ pub(super) fn offer(
         .ledger
         .with(|ledger| ledger.raises_generations_of(&pages.pool));
     // Without generations a reuse would not be noticed: such a pool is never handed out.
-    if !serves || choice == TransportChoice::Tcp || !linked || pages.pool.memfd_raw().is_none() {
+    let wanted = matches!(choice, TransportChoice::Auto | TransportChoice::Shm);
+    if !serves || !wanted || !linked || pages.pool.memfd_raw().is_none() {
         return Ok((offer, None));
     }
     let random: [u8; 16] = entropy::bytes()?;
@@ -139,8 +154,10 @@ impl Inner {
         if self.pages.is_none() || !self.config.role.pulls() || !peer.role.serves() {
             return Err("nothing is pulled");
         }
-        if self.config.transport == TransportChoice::Tcp {
-            return Err("this node's --transport is tcp");
+        match self.config.transport {
+            TransportChoice::Auto | TransportChoice::Shm => {}
+            TransportChoice::Tcp => return Err("this node's --transport is tcp"),
+            TransportChoice::Rdma => return Err("this node's --transport is rdma"),
         }
         if peer.shm.socket.is_empty() {
             return Err("the peer offers no shared memory");
@@ -172,6 +189,9 @@ impl Inner {
                         }
                         Err(reason) => self.fall_back(session, &reason),
                     }
+                }
+                ShmPath::Off if session.rdma.phase.get() != RdmaPhase::Off => {
+                    self.rdma_loop(session).await;
                 }
                 ShmPath::Off | ShmPath::Open(_) => {
                     self.check_pull_path(session);
@@ -276,7 +296,7 @@ impl Inner {
     pub(super) fn fall_back(&self, session: &Session, reason: &str) {
         let next = match self.config.transport {
             TransportChoice::Shm => ShmPath::Trying,
-            TransportChoice::Auto | TransportChoice::Tcp => ShmPath::Off,
+            TransportChoice::Auto | TransportChoice::Tcp | TransportChoice::Rdma => ShmPath::Off,
         };
         self.leave_shm(session, next, reason);
     }
@@ -315,6 +335,13 @@ impl Inner {
         self.count(|counters| counters.paths_out_of_use += 1);
         match session.shm_path.get() {
             ShmPath::Open(_) | ShmPath::Trying => self.leave_shm(session, ShmPath::Off, &reason),
+            ShmPath::Off if session.rdma.phase.get() != RdmaPhase::Off => {
+                self.leave_rdma(session, &reason);
+                if session.tcp_out.get() {
+                    // As below: a new session probes anew.
+                    session.request_end(RefuseReason::Violation, false);
+                }
+            }
             ShmPath::Off => {
                 session.tcp_out.set(true);
                 self.events.path(&session.peer.node_id, "", &reason);
@@ -340,11 +367,6 @@ impl Inner {
             Some((number, epoch)) if number == lease => epoch,
             Some(_) | None => return self.count(|counters| counters.frames_stale += 1),
         };
-        let (Some(pages), Some(attempt), ShmPath::Open(channel)) =
-            (&self.pages, attempt, session.shm_path.get())
-        else {
-            return;
-        };
         let places: Vec<_> = places
             .iter()
             .map(|(page, generation)| Place {
@@ -352,11 +374,19 @@ impl Inner {
                 generation: *generation,
             })
             .collect();
-        attempt.learnt.set(Some((channel, lease)));
-        let mut shm = pages.shm.borrow_mut();
-        let learnt = shm
-            .inner_mut()
-            .learn_lease(channel, lease, epoch, first as usize, &places);
+        let (Some(pages), Some(attempt)) = (&self.pages, attempt) else {
+            return;
+        };
+        let first = first as usize;
+        let learnt = match session.shm_path.get() {
+            ShmPath::Open(channel) => {
+                attempt.learnt.set(Some((channel, lease)));
+                let mut shm = pages.shm.borrow_mut();
+                shm.inner_mut()
+                    .learn_lease(channel, lease, epoch, first, &places)
+            }
+            ShmPath::Trying | ShmPath::Off => session.rdma.learn(lease, epoch, first, &places),
+        };
         match learnt {
             Ok(()) => {}
             // A frame was lost, or the channel is over: reads of what is missing fail by
@@ -470,7 +500,7 @@ impl Inner {
         let Some(pages) = &self.pages else {
             return;
         };
-        if session.maps_served.get() == 0 {
+        if session.maps_served.get() == 0 && !session.rdma.is_served() {
             return;
         }
         let mut first = 0;

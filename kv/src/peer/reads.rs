@@ -12,7 +12,7 @@ use crate::lease::PeerSession;
 use crate::ledger::PageState;
 use crate::pool::PageId;
 use crate::pull::{AttemptPhase, PullEvent};
-use crate::transport::{Read, Transport};
+use crate::transport::{Read, Transport, code};
 use kvserve_runtime::completion::Completion;
 use kvserve_runtime::{ChannelId, ChannelKind, EndReason, Nanos, WorkId};
 use std::future::Future;
@@ -247,6 +247,13 @@ impl Pages {
     fn post(&self, channel: ChannelId, work: WorkId, read: Read) -> Result<(), u32> {
         let posted = match channel.kind {
             ChannelKind::SharedMemory => self.shm.borrow_mut().post(channel, work, vec![read]),
+            ChannelKind::Rdma => {
+                self.shm.borrow_mut().inner_mut().forget_sums(&read.into);
+                match &self.rdma {
+                    Some(rdma) => rdma.transport.borrow_mut().post(channel, work, vec![read]),
+                    None => return Err(code::NOT_CONNECTED),
+                }
+            }
             _ => {
                 self.shm.borrow_mut().inner_mut().forget_sums(&read.into);
                 self.transport.borrow_mut().post(channel, work, vec![read])
@@ -259,6 +266,8 @@ impl Pages {
     pub(super) fn moved_at(&self, channel: ChannelId) -> Nanos {
         match channel.kind {
             ChannelKind::SharedMemory => self.shm.borrow().moved_at(channel),
+            ChannelKind::Rdma => (self.rdma.as_ref())
+                .map_or(Nanos(0), |rdma| rdma.transport.borrow().moved_at(channel)),
             _ => self.transport.borrow().moved_at(channel),
         }
     }
@@ -323,15 +332,18 @@ impl Inner {
     /// The channel that takes a read of this session now.
     fn channel_to_read(&self, peer: PeerSession) -> Option<ChannelId> {
         let session = self.session_numbered(peer)?;
-        match (&self.pages, session.pull_path()) {
-            (Some(pages), PullPath::Open(channel))
-                if session.is_live()
-                    && self.hub.channel_is_open(channel)
-                    && pages.room(channel) > 0 =>
-            {
-                Some(channel)
+        let pages = self.pages.as_ref()?;
+        let takes =
+            |channel: ChannelId| self.hub.channel_is_open(channel) && pages.room(channel) > 0;
+        if !session.is_live() {
+            return None;
+        }
+        match session.pull_path() {
+            PullPath::Open(channel) if channel.kind == ChannelKind::Rdma => {
+                session.rdma.channel_that(takes)
             }
-            (None, _) | (Some(_), PullPath::Open(_) | PullPath::None) => None,
+            PullPath::Open(channel) if takes(channel) => Some(channel),
+            PullPath::Open(_) | PullPath::None => None,
         }
     }
 }

@@ -358,6 +358,9 @@ async fn hash_and_publish(inner: Rc<Inner>, producer: Rc<Producer>) {
     let batch_pages = crate::pull::READ_BYTES_MAX / inner.config.page_bytes.max(1);
     let batch_pages = batch_pages.max(1);
     let Producer { session, id, .. } = *producer;
+    // The first token was queued just before this was begun: it goes to the wire first, so that
+    // the client has it, and the peer is awake, while the last pages are hashed.
+    inner.shard.yield_now().await;
     loop {
         let mut sums = Vec::new();
         let mut bytes = 0;

@@ -9,6 +9,7 @@ use super::config::{PathCounters, PeerState, PeerView};
 use super::hub::Inner;
 use super::migrate::AttemptCell;
 use super::path::ShmPath;
+use super::rdma::RdmaPath;
 use super::wait::{Bell, Either, Woken, race, within};
 use crate::credits::PeerCredits;
 use crate::lease::PeerSession;
@@ -18,12 +19,15 @@ use crate::session::{Frame, Liveness, PeerIdentity, Pulse, RefuseReason, SealedC
 use crate::transport::chaos::MessageFate;
 use crate::transport::tcp::ConnectionId;
 use kvserve_runtime::net::TcpStream;
-use kvserve_runtime::{ChannelId, Nanos};
+use kvserve_runtime::{ChannelId, ChannelKind, Nanos};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
+use std::future::poll_fn;
+use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::rc::Rc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 /// Bytes one read of a control connection takes: a quarter of a full watermark frame's worst
@@ -41,6 +45,13 @@ const WRITER_LOOK: Duration = Duration::from_secs(1);
 
 /// How often a session looks whether it has been ended; it is rung when it is.
 const SESSION_LOOK: Duration = Duration::from_secs(1);
+
+/// How long the socket is tried again and again for a frame that is due at once (the answer to
+/// COMMIT, COMMIT after `Complete`, `Complete` after the first token), before the shard may sleep
+/// on it. COMMIT comes some 80 us after `Complete` when 24 pages of 16 KiB are pulled in between,
+/// an answer sooner: twice that. A migration of a few pages then costs one wake-up; one that takes
+/// longer costs this much of a shard once.
+const DUE_SPIN: Duration = Duration::from_micros(160);
 
 /// Why and by whom a session ended.
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +92,7 @@ pub(super) struct Session {
     /// TCP must not be pulled over: by the node's choice, or after mismatches.
     pub tcp_out: Cell<bool>,
     pub shm_path: Cell<ShmPath>,
+    pub rdma: RdmaPath,
     pub path_bell: Bell,
     /// Peers' maps of our pool: one once it was handed over.
     pub maps_served: Cell<u32>,
@@ -93,6 +105,8 @@ pub(super) struct Session {
     pub data_bell: Bell,
     pub grant_highest: Cell<u64>,
     pub renewed_at: Cell<Nanos>,
+    /// Until then a frame of the peer is due at once.
+    due_until: Cell<Nanos>,
     /// Reads posted (once), posted again, and bytes of those that came in, since the start.
     pub reads: Cell<u64>,
     pub reposts: Cell<u64>,
@@ -118,6 +132,7 @@ impl Session {
             Ok(()) => ShmPath::Trying,
             Err(_told_when_it_is_registered) => ShmPath::Off,
         };
+        let by_rdma = matches!(shm_path, ShmPath::Off) && inner.rdma_plan(&peer).is_ok();
         Session {
             number,
             peer,
@@ -134,8 +149,12 @@ impl Session {
             bye_queued: Cell::new(false),
             end_bell: Bell::new(&inner.hub, "peer.session"),
             tcp_path: Cell::new(PullPath::None),
-            tcp_out: Cell::new(inner.config.transport == TransportChoice::Shm),
+            tcp_out: Cell::new(matches!(
+                inner.config.transport,
+                TransportChoice::Shm | TransportChoice::Rdma
+            )),
             shm_path: Cell::new(shm_path),
+            rdma: RdmaPath::new(inner, by_rdma),
             path_bell: Bell::new(&inner.hub, "peer.path"),
             maps_served: Cell::new(0),
             mismatches: Cell::new(0),
@@ -144,6 +163,7 @@ impl Session {
             data_bell: Bell::new(&inner.hub, "peer.data"),
             grant_highest: Cell::new(0),
             renewed_at: Cell::new(now),
+            due_until: Cell::new(Nanos(0)),
             reads: Cell::new(0),
             reposts: Cell::new(0),
             bytes_pulled: Cell::new(0),
@@ -194,6 +214,9 @@ impl Session {
             MessageFate::Deliver | MessageFate::Corrupt { .. } => {}
             MessageFate::Late(span) => not_before = inner.hub.now().after(span),
         }
+        if matches!(frame, Frame::Complete { .. } | Frame::Commit { .. }) {
+            self.answer_due(inner.hub.now());
+        }
         let mut bytes = self.channel.borrow_mut().seal(frame);
         match fate {
             MessageFate::Corrupt { seed } => {
@@ -213,6 +236,43 @@ impl Session {
         self.outbox_bell.ring();
     }
 
+    /// The peer's next frame is due at once: do not sleep on the socket yet.
+    fn answer_due(&self, now: Nanos) {
+        self.due_until.set(now.after(DUE_SPIN));
+    }
+
+    /// A frame has come: what was due, or what tells that more is.
+    fn heard(&self, frame: &Frame, now: Nanos) {
+        self.liveness.borrow_mut().heard();
+        match frame {
+            Frame::FirstToken { .. } => self.answer_due(now),
+            Frame::Commit { .. } | Frame::CommitAnswer { .. } => self.due_until.set(Nanos(0)),
+            _ => {}
+        }
+    }
+
+    /// What the peer has sent. Polled again at once while a frame is due.
+    fn poll_receive(
+        &self,
+        inner: &Inner,
+        stream: &TcpStream,
+        buffer: &mut [u8],
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<usize>> {
+        if inner.hub.now() < self.due_until.get() {
+            match stream.try_read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    // After the shard's other tasks.
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                received => return Poll::Ready(received),
+            }
+        }
+        stream.poll_read(cx, buffer)
+    }
+
     pub(super) fn view(&self, pulls: bool, credits: PeerCredits) -> PeerView {
         let state = match (self.is_live(), self.pulse()) {
             (false, _) | (true, Pulse::Dead) => PeerState::Dead,
@@ -221,8 +281,12 @@ impl Session {
         };
         let (path, can_pull) = match (self.pull_path(), self.shm_path.get()) {
             (PullPath::Open(_), ShmPath::Open(_)) => ("shm", true),
-            (PullPath::Open(_), ShmPath::Off | ShmPath::Trying) => ("tcp", true),
+            (PullPath::Open(channel), ShmPath::Off | ShmPath::Trying) => match channel.kind {
+                ChannelKind::Rdma => ("rdma", true),
+                _ => ("tcp", true),
+            },
             (PullPath::None, _) if self.maps_served.get() > 0 => ("shm", false),
+            (PullPath::None, _) if self.rdma.is_served() => ("rdma", false),
             (PullPath::None, _) if pulls && self.peer.role.serves() => ("", false),
             (PullPath::None, _) if self.served.borrow().is_empty() => ("", false),
             (PullPath::None, _) => ("tcp", false),
@@ -363,7 +427,7 @@ async fn read_loop(
             };
             match opened {
                 Ok(opened) => {
-                    session.liveness.borrow_mut().heard();
+                    session.heard(&opened.frame, inner.hub.now());
                     inner.count(|counters| counters.frames_received += 1);
                     if opened.incarnation == session.peer.incarnation {
                         inner.on_frame(session, opened.frame);
@@ -378,7 +442,8 @@ async fn read_loop(
             }
             inner.shard.yield_now().await;
         }
-        match stream.read(&mut buffer).await {
+        let received = poll_fn(|cx| session.poll_receive(inner, stream, &mut buffer, cx)).await;
+        match received {
             Ok(0) | Err(_) => return session.request_end(RefuseReason::Disconnected, true),
             Ok(count) => frames.push(&buffer[..count]),
         }
@@ -399,6 +464,7 @@ impl Inner {
             ShmPath::Off | ShmPath::Trying => {}
             ShmPath::Open(channel) => self.hub.close_channel(channel),
         }
+        self.close_rdma(session);
         if let Some(pages) = &self.pages {
             for connection in session.served.take() {
                 pages.server.borrow_mut().close_connection(connection);

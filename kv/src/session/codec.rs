@@ -65,6 +65,8 @@ impl Frame {
             Frame::App { .. } => 34,
             Frame::Bye { .. } => 35,
             Frame::Places { .. } => 36,
+            Frame::RdmaAsk { .. } => 37,
+            Frame::RdmaAnswer { .. } => 38,
         }
     }
 
@@ -236,6 +238,26 @@ impl Frame {
                     w.u32(*page);
                     w.u64(*generation);
                 }
+            }
+            Frame::RdmaAsk {
+                pair,
+                serial,
+                endpoint,
+            } => {
+                w.u8(*pair);
+                w.u32(*serial);
+                w.bytes(endpoint);
+            }
+            Frame::RdmaAnswer {
+                pair,
+                serial,
+                endpoint,
+                text,
+            } => {
+                w.u8(*pair);
+                w.u32(*serial);
+                w.bytes(endpoint);
+                w.text(text);
             }
         }
     }
@@ -410,6 +432,17 @@ impl Frame {
                     places,
                 }
             }
+            37 => Frame::RdmaAsk {
+                pair: r.u8("pair")?,
+                serial: r.u32("serial")?,
+                endpoint: r.bytes("endpoint", RDMA_ENDPOINT_BYTES_MAX)?,
+            },
+            38 => Frame::RdmaAnswer {
+                pair: r.u8("pair")?,
+                serial: r.u32("serial")?,
+                endpoint: r.bytes("endpoint", RDMA_ENDPOINT_BYTES_MAX)?,
+                text: r.text("text", REASON_TEXT_BYTES_MAX)?,
+            },
             other => return Err(Malformed::Kind(other)),
         };
         match r.rest.len() {

@@ -34,6 +34,15 @@ pub const REASON_TEXT_BYTES_MAX: usize = 512;
 /// Bits of `Hello::features` that must be equal on both sides.
 pub const FEATURES_EQUAL: u64 = 0xFF;
 
+/// Bit of `Hello::features`: the node's pool can be read by RDMA.
+pub const FEATURE_RDMA: u64 = 1 << 8;
+
+/// Queue pairs that one side of a session may ask for at most.
+pub const RDMA_PAIRS_MAX: u8 = 8;
+
+/// Bytes of an RDMA endpoint: this build's has 56, a later one may have more.
+pub const RDMA_ENDPOINT_BYTES_MAX: usize = 256;
+
 /// First protocol version this build speaks.
 pub const PROTOCOL_MIN: u16 = 1;
 /// Last protocol version this build speaks.
@@ -407,6 +416,20 @@ pub enum Frame {
         lease: u64,
         first: u32,
         places: Vec<(u32, u64)>,
+    },
+    /// Asks for a queue pair to read the receiver's pool over, in place of the one that was
+    /// asked for before under this number (of at most [`RDMA_PAIRS_MAX`]).
+    RdmaAsk {
+        pair: u8,
+        serial: u32,
+        endpoint: Vec<u8>,
+    },
+    /// Answers it; an empty endpoint is a refusal, and `text` says why.
+    RdmaAnswer {
+        pair: u8,
+        serial: u32,
+        endpoint: Vec<u8>,
+        text: String,
     },
     /// Not now.
     Busy { id: AttemptId, retry_ms: u32 },

@@ -58,6 +58,17 @@ fn samples() -> Vec<Frame> {
                 nonce: [7; 32],
             },
         }),
+        Frame::RdmaAsk {
+            pair: 1,
+            serial: 7,
+            endpoint: vec![9; 56],
+        },
+        Frame::RdmaAnswer {
+            pair: 1,
+            serial: 7,
+            endpoint: Vec::new(),
+            text: "no".into(),
+        },
         Frame::Places {
             id,
             lease: 1,

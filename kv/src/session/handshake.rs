@@ -5,8 +5,8 @@
 //! when each side has welcomed the other's.
 
 use super::frame::{
-    Challenge, FEATURES_EQUAL, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX, PROTOCOL_MIN,
-    REASON_TEXT_BYTES_MAX, RefuseReason, Role, ShmOffer,
+    Challenge, FEATURE_RDMA, FEATURES_EQUAL, Frame, Hello, LEASE_PAGES_MAX, PROTOCOL_MAX,
+    PROTOCOL_MIN, REASON_TEXT_BYTES_MAX, RefuseReason, Role, ShmOffer,
 };
 use super::seal::{self, PeerKey, SealedChannel, WireError};
 
@@ -62,6 +62,8 @@ pub struct PeerIdentity {
     pub lease_pages_max: u32,
     /// Whether and where its pool may be mapped.
     pub shm: ShmOffer,
+    /// Whether its pool can be read by RDMA.
+    pub rdma: bool,
 }
 
 /// Why a handshake failed, with the numbers.
@@ -323,6 +325,7 @@ impl Handshake {
             api_url: hello.api_url.clone(),
             lease_pages_max: hello.lease_pages_max,
             shm: hello.shm.clone(),
+            rdma: hello.features & FEATURE_RDMA != 0,
         };
         let verdict = self.compare(&theirs, &hello).and_then(|()| admit(&peer));
         if let Err(refusal) = verdict {

@@ -3,8 +3,10 @@
 
 use super::Read;
 use crate::session::frame::LEASE_PAGES_MAX;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
+use std::rc::Rc;
 
 /// A leased page as its owner names it: where it lies and what its generation was at the grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +28,14 @@ pub enum LearnError {
     TooMany(usize),
     /// A page that the peer's pool does not have: page, pages.
     Page(u32, usize),
+}
+
+impl Place {
+    /// Whether the page is still the one that was leased, its generation being `now`. Asked
+    /// before and after each copy of it (PROTOCOL X2).
+    pub fn holds(self, now: u64) -> bool {
+        self.generation == now
+    }
 }
 
 impl fmt::Display for LearnError {
@@ -106,5 +116,39 @@ impl Places {
         known
             .filter(|lease| lease.epoch == read.epoch)
             .and_then(|lease| lease.places.get(first..first.checked_add(read.into.len())?))
+    }
+}
+
+/// The leases of one peer, shared by all channels to it: a read may be posted on any of them, and
+/// on one that is made later.
+#[derive(Clone, Default)]
+pub struct PeerPlaces(Rc<RefCell<Places>>);
+
+impl PeerPlaces {
+    /// Takes places `first..` of a lease of a peer whose pool has `pages` pages.
+    ///
+    /// # Errors
+    /// [`LearnError`]; then nothing was taken.
+    pub fn learn(
+        &self,
+        pages: usize,
+        lease: u64,
+        epoch: u32,
+        first: usize,
+        places: &[Place],
+    ) -> Result<(), LearnError> {
+        self.0
+            .borrow_mut()
+            .learn(pages, lease, epoch, first, places)
+    }
+
+    /// The lease is over: reads of it that are posted from now on fail.
+    pub fn forget(&self, lease: u64) {
+        self.0.borrow_mut().forget(lease);
+    }
+
+    /// Where the pages of a read lie.
+    pub(super) fn of(&self, read: &Read) -> Option<Vec<Place>> {
+        self.0.borrow().of(read).map(<[Place]>::to_vec)
     }
 }

@@ -13,6 +13,17 @@ pub(crate) const IOVECS_MAX: usize = 1024;
 /// Readiness events taken in one look: one turn hands out no more completions either.
 const EVENTS_MAX: usize = 64;
 
+/// Bytes of memory that this process may lock; `None` without a limit.
+pub(crate) fn locked_memory_limit() -> Option<u64> {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: a valid struct for the call. A failure leaves zero, which is told as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
+    (limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
+
 /// The NUMA node of the processor that runs this thread now; on a pinned shard that is the
 /// shard's. `None` when the kernel does not tell.
 pub(crate) fn numa_node_of_this_thread() -> Option<u32> {

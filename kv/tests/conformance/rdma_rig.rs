@@ -4,7 +4,9 @@
 use super::{Lease, PATIENCE, Rig, Shape};
 use fake_verbs::Wire;
 use kvserve_kv::transport::rdma::verbs::{Access, Library};
-use kvserve_kv::transport::rdma::{Opening, RdmaConfig, RdmaError, RdmaTransport, ServedId};
+use kvserve_kv::transport::rdma::{
+    Opening, PeerPlaces, RdmaConfig, RdmaError, RdmaTransport, ServedId,
+};
 use kvserve_kv::transport::shm::Place;
 use kvserve_kv::transport::{Transport, code};
 use kvserve_kv::{PageId, PoolMemory};
@@ -186,7 +188,8 @@ impl RdmaRig {
         let peer = self.peer.as_mut().expect("the peer lives");
         let (id, theirs) = peer.serve(prepared.endpoint(), self.psn * 3)?;
         self.served.push(id);
-        self.transport.connect(channel, prepared, &theirs)?;
+        self.transport
+            .connect(channel, prepared, &theirs, &PeerPlaces::default())?;
         for (lease, places) in &self.leases {
             let learnt = self.transport.learn_lease(channel, *lease, 1, 0, places);
             learnt.unwrap();

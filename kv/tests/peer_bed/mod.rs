@@ -14,6 +14,8 @@ use kvserve_kv::peer::{
 };
 use kvserve_kv::pool::{PageId, PoolMemory};
 use kvserve_kv::transport::chaos::ChaosHandle;
+use kvserve_kv::transport::rdma::RdmaConfig;
+use kvserve_kv::transport::rdma::verbs::Library;
 use kvserve_runtime::completion::{Hub, HubLimits};
 use kvserve_runtime::shard::poll_loop::PollPolicy;
 use kvserve_runtime::{Deadline, Nanos, Shard, ShardConfig};
@@ -253,6 +255,7 @@ pub fn config(node_id: &str, role: Role) -> PeerConfig {
         api_url: format!("http://{node_id}"),
         checksums: ChecksumMode::Full,
         transport: transport_of_the_run(),
+        rdma: RdmaConfig::default(),
         limits: PeerLimits::default(),
     }
 }
@@ -272,6 +275,10 @@ impl Node {
     }
 
     pub fn with(shard: &Shard, config: PeerConfig) -> Node {
+        Node::with_verbs(shard, config, None)
+    }
+
+    pub fn with_verbs(shard: &Shard, config: PeerConfig, verbs: Option<Library>) -> Node {
         let pool = Arc::new(PoolMemory::memfd(POOL_PAGES, PAGE_BYTES).expect("a pool"));
         let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
         let hub = Hub::new(HubLimits::default(), ledger.clone());
@@ -295,6 +302,7 @@ impl Node {
             pool: has_pages.then(|| pool.clone()),
             ledger: has_pages.then(|| ledger.clone()),
             prefill: serves.then(|| service.clone() as Rc<dyn PrefillService>),
+            verbs,
             chaos: Some(chaos.clone()),
             events: log.clone(),
         };
@@ -467,4 +475,21 @@ pub fn stop(nodes: &[&Node]) {
         node.peers.stop();
         node.hub.stop();
     }
+}
+
+/// Why a hub does not start.
+pub fn start_refused(shard: &Shard, config: PeerConfig, verbs: Library) -> String {
+    let pool = Arc::new(PoolMemory::memfd(POOL_PAGES, PAGE_BYTES).expect("a pool"));
+    let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
+    let hub = Hub::new(HubLimits::default(), ledger.clone());
+    let parts = PeerParts {
+        pool: Some(pool),
+        ledger: Some(ledger),
+        prefill: None,
+        verbs: Some(verbs),
+        chaos: None,
+        events: Rc::new(Log::default()),
+    };
+    let started = PeerHub::start(shard, &hub, config, parts);
+    started.err().expect("a refusal").to_string()
 }

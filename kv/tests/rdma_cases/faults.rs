@@ -5,6 +5,7 @@ use super::bed::{Bed, SHAPE};
 use crate::conformance::Shape;
 use crate::conformance::rdma_rig::{SYSTEM_DEVICES, on_system_verbs};
 use kvserve_kv::transport::code;
+use kvserve_kv::transport::rdma::PeerPlaces;
 use kvserve_runtime::EndReason;
 use rdma_core_sys as sys;
 use std::process::Command;
@@ -182,7 +183,9 @@ fn a_wrong_key_kills_one_queue_pair_and_not_the_peer() {
         let peer = rig.peer.as_mut().unwrap();
         let (_id, mut theirs) = peer.serve(prepared.endpoint(), 6).unwrap();
         theirs.key ^= 0x5A00;
-        rig.transport.connect(channel, prepared, &theirs).unwrap();
+        rig.transport
+            .connect(channel, prepared, &theirs, &PeerPlaces::default())
+            .unwrap();
     }
     teach(&bed, channel);
     let mut wrong = bed.pull(channel, 16, 4, 10 * SECOND);
@@ -210,7 +213,9 @@ fn a_read_beyond_the_region_fails_and_nothing_lands() {
         let peer = rig.peer.as_mut().unwrap();
         let (_id, mut theirs) = peer.serve(prepared.endpoint(), 6).unwrap();
         theirs.base += 64 * SHAPE.page_bytes as u64;
-        rig.transport.connect(channel, prepared, &theirs).unwrap();
+        rig.transport
+            .connect(channel, prepared, &theirs, &PeerPlaces::default())
+            .unwrap();
     }
     teach(&bed, channel);
     let mut pull = bed.pull(channel, 16, 4, 10 * SECOND);
@@ -237,7 +242,9 @@ fn an_error_in_the_middle_of_an_unsignalled_run_closes_those_before_it() {
             let (_id, mut theirs) = peer.serve(prepared.endpoint(), 6).unwrap();
             // It says that its pool is longer than what it has registered.
             theirs.pages += 1;
-            rig.transport.connect(channel, prepared, &theirs).unwrap();
+            rig.transport
+                .connect(channel, prepared, &theirs, &PeerPlaces::default())
+                .unwrap();
         }
         let wrong = SHAPE.pages as u32;
         let places: Vec<_> = (0..48)

@@ -221,3 +221,38 @@ fn an_idle_connection_is_quiet() {
     }
     assert!(world.told.is_empty() && PATIENCE.as_secs() > 0);
 }
+
+/// Every line of the doctor names the thing; a device that works, one that is not there, a port
+/// that is down.
+#[test]
+fn the_doctor_says_what_there_is_and_what_is_missing() {
+    use kvserve_kv::transport::rdma::address::Wish;
+    use kvserve_kv::transport::rdma::doctor::{Weight, look};
+    let fabric = Fabric::new();
+    let wish = |device: &str| Wish {
+        device: Some(device.into()),
+        ..Wish::default()
+    };
+    let bad = |device: &str| {
+        let findings = look(Ok(fabric.library.clone()), &wish(device));
+        let bad = findings
+            .iter()
+            .filter(|finding| finding.weight == Weight::Bad && !finding.text.contains("locked"));
+        let bad: Vec<_> = bad.map(|finding| finding.text.clone()).collect();
+        (findings, bad)
+    };
+    let (findings, none) = bad(&fabric.near);
+    assert!(none.is_empty(), "{none:?}");
+    let used = format!("nodes would use {} port 1", fabric.near);
+    assert!(findings.iter().any(|finding| finding.text.contains(&used)));
+    let (_, missing) = bad("mlx5_9");
+    assert!(
+        missing.len() == 1 && missing[0].contains("mlx5_9"),
+        "{missing:?}"
+    );
+    if let Some(wire) = &fabric.wire {
+        wire.link_down();
+        let (_, down) = bad(&fabric.near);
+        assert!(down.len() == 1 && down[0].contains("ACTIVE"), "{down:?}");
+    }
+}

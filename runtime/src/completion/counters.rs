@@ -96,6 +96,12 @@ pub struct HubCounters {
     pub posts_taken_back: u64,
     /// Channels killed.
     pub channels_killed: u64,
+    /// Channels that came into grace: a waiter ended and its posts had not.
+    pub channels_graced: u64,
+    /// Channels in grace that went on, all such posts having ended.
+    pub channels_recovered: u64,
+    /// Of the killed ones, those that were killed in grace.
+    pub channels_killed_in_grace: u64,
     /// Killed channels that were proven quiet.
     pub channels_quiet: u64,
     /// Killed channels that were not: their slots' guards are quarantined.

@@ -415,7 +415,7 @@ impl Hub {
             batch.clear();
             source.borrow_mut().poll(now, &mut batch);
             turn.completions += batch.len();
-            turn.more |= batch.len() >= COMPLETIONS_PER_POLL_MAX;
+            turn.more |= batch.len() >= COMPLETIONS_PER_POLL_MAX || source.borrow().busy();
             let mut core = self.0.core.borrow_mut();
             for &completed in &batch {
                 core.complete(completed, now);

@@ -154,6 +154,16 @@ impl Socket {
         )
     }
 
+    /// Reads what is there now, without waiting and without having the kernel call: for a task
+    /// that looks again by itself.
+    ///
+    /// # Errors
+    /// `WouldBlock` when there is nothing; else what the kernel says.
+    pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut socket = self.as_socket();
+        socket.read(buffer)
+    }
+
     /// Reads into several buffers, in order, with one call.
     pub fn poll_read_vectored(
         &self,

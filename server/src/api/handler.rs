@@ -249,6 +249,7 @@ impl Api {
                         logprobs: params.logprobs,
                     },
                     stop_token_ids: stop_token_ids.clone(),
+                    cache_salt: params.cache_salt.clone(),
                     deadline: terms.deadline,
                     label: terms.label.clone(),
                 })

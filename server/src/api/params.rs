@@ -4,6 +4,7 @@ use super::error::ApiError;
 use super::fields::{Fields, Tolerated, token_ids, wrong_type};
 use super::text::ServedModel;
 use super::unsupported;
+use kvserve_kv::prefix::CACHE_SALT_BYTES_MAX;
 use kvserve_model::LogitRules;
 use kvserve_model::logit_rules::BIASED_IDS_MAX;
 use kvserve_model::stop::{STOP_BYTES_MAX, STOPS_MAX};
@@ -58,6 +59,8 @@ pub struct Params {
     pub return_token_ids: bool,
     /// Special tokens leave no text.
     pub skip_special_tokens: bool,
+    /// Only prompts of the same salt share cached pages; empty for all without one.
+    pub cache_salt: String,
     /// What was there beyond that.
     pub tolerated: Tolerated,
 }
@@ -86,6 +89,7 @@ const KNOWN: &[&str] = &[
     "return_token_ids",
     "skip_special_tokens",
     "add_special_tokens",
+    "cache_salt",
 ];
 
 /// Reads and checks the shared fields.
@@ -142,6 +146,7 @@ pub fn read(kind: Kind, fields: &Fields<'_>, model: &ServedModel) -> Result<Para
             .flag("return_token_ids")?
             .unwrap_or(model.text.is_none()),
         skip_special_tokens: fields.flag("skip_special_tokens")?.unwrap_or(true),
+        cache_salt: cache_salt(fields)?,
         tolerated: fields.tolerated(|name| {
             KNOWN.contains(&name)
                 || unsupported::is_known(name)
@@ -292,6 +297,21 @@ fn stop_strings(fields: &Fields<'_>, model: &ServedModel) -> Result<Vec<String>,
         return Err(no_tokenizer("stop", "stop strings"));
     }
     Ok(stops)
+}
+
+fn cache_salt(fields: &Fields<'_>) -> Result<String, ApiError> {
+    let salt = fields.text("cache_salt")?.unwrap_or_default();
+    if salt.len() > CACHE_SALT_BYTES_MAX {
+        return Err(ApiError::invalid(
+            "invalid_value",
+            "cache_salt",
+            format!(
+                "`cache_salt` is {} bytes long, the limit is {CACHE_SALT_BYTES_MAX}",
+                salt.len()
+            ),
+        ));
+    }
+    Ok(salt.to_owned())
 }
 
 fn stop_ids(fields: &Fields<'_>, model: &ServedModel) -> Result<Vec<u32>, ApiError> {

@@ -39,7 +39,6 @@ const FIELDS: &[(&str, Neutral)] = &[
     ("continue_final_message", Neutral::Flag(false)),
     ("add_generation_prompt", Neutral::Flag(true)),
     ("suffix", Neutral::EmptyText),
-    ("cache_salt", Neutral::EmptyText),
     ("tools", Neutral::Empty),
     ("functions", Neutral::Empty),
     ("documents", Neutral::Empty),

@@ -33,6 +33,16 @@ pub enum Command {
     Proxy(ProxyArgs),
     /// Fetch a model of the catalogue into the cache.
     Fetch(FetchArgs),
+    /// Say what this machine has for moving pages by RDMA, and what is missing.
+    Doctor(DoctorArgs),
+}
+
+/// `kvserve doctor`.
+#[derive(Debug, Clone, Args)]
+pub struct DoctorArgs {
+    /// The RDMA device to look for (default: the best one).
+    #[arg(long, value_name = "NAME")]
+    pub rdma_device: Option<String>,
 }
 
 /// A model on the command line.
@@ -73,12 +83,14 @@ impl Dtype {
 /// Which way pages may take between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TransportArg {
-    /// Shared memory with a node on this host, if a probe says so; else TCP.
+    /// Shared memory with a node on this host, RDMA with others, if a probe says so; else TCP.
     Auto,
     /// Shared memory only.
     Shm,
     /// TCP only.
     Tcp,
+    /// RDMA READ only.
+    Rdma,
 }
 
 impl TransportArg {
@@ -88,6 +100,26 @@ impl TransportArg {
             TransportArg::Auto => TransportChoice::Auto,
             TransportArg::Shm => TransportChoice::Shm,
             TransportArg::Tcp => TransportChoice::Tcp,
+            TransportArg::Rdma => TransportChoice::Rdma,
+        }
+    }
+}
+
+/// A switch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnOff {
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+impl OnOff {
+    /// As written on the command line.
+    pub fn label(self) -> &'static str {
+        match self {
+            OnOff::On => "on",
+            OnOff::Off => "off",
         }
     }
 }
@@ -122,6 +154,9 @@ pub struct NodeArgs {
     /// Bytes of KV cache (e.g. 2GiB); default from --max-running, at most a quarter of free memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_cache: Option<u64>,
+    /// Keep the pages of prompts and answers for those that begin alike.
+    #[arg(long, value_enum, default_value = "on")]
+    pub prefix_cache: OnOff,
     /// Longest prompt + answer in tokens; default: what the model can hold.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub max_model_len: Option<u32>,
@@ -158,6 +193,9 @@ pub struct NodeArgs {
     /// Which way pages may take between nodes.
     #[arg(long, value_enum, default_value = "auto")]
     pub transport: TransportArg,
+    /// The RDMA device to use (default: the one nearest to the node's memory).
+    #[arg(long, value_name = "NAME")]
+    pub rdma_device: Option<String>,
     /// How much of each moved page is checked: off, sampled or full. Equal on all nodes.
     #[arg(long, value_name = "MODE", default_value_t = ChecksumMode::Full)]
     pub checksums: ChecksumMode,

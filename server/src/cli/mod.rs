@@ -4,7 +4,7 @@ mod args;
 mod parse;
 
 pub use args::{
-    Cli, Command, CoreList, Dtype, FetchArgs, JoinArgs, LogFormat, ModelArg, NodeArgs, NodeCommand,
-    ProxyArgs, TransportArg, UpArgs,
+    Cli, Command, CoreList, DoctorArgs, Dtype, FetchArgs, JoinArgs, LogFormat, ModelArg, NodeArgs,
+    NodeCommand, OnOff, ProxyArgs, TransportArg, UpArgs,
 };
 pub use parse::{parse_cores, parse_duration, parse_size};

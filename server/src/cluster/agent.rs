@@ -37,16 +37,17 @@ pub struct Agent {
 
 impl Agent {
     fn report(&self, node: &NodeContext) -> NodeReport {
-        let (counts, total, worn_out) = node
-            .ledger
-            .with(|ledger| (ledger.counts(), ledger.pages(), ledger.not_ready()));
+        let (counts, free, total, worn_out) = node.ledger.with(|ledger| {
+            let (counts, free) = (ledger.counts(), ledger.free_pages());
+            (counts, free, ledger.pages(), ledger.not_ready())
+        });
         NodeReport {
             role: node.role as u8,
             ready: !node.readiness.draining() && !worn_out,
             paired: node.role != Role::Decode || node.has_prefill_peer(),
             unfinished: node.unfinished() as u32,
             queued: (node.admission.queued() + node.core.load().queued) as u32,
-            pages_free: counts.free as u32,
+            pages_free: free as u32,
             pages_total: total as u32,
             pages_quarantined: counts.quarantined as u32,
             model: self.model.clone(),

@@ -54,6 +54,8 @@ const CHUNK_TOKENS_MIN: usize = 16;
 /// What the engine tells a sequence's owner.
 #[derive(Clone, Debug)]
 pub enum SequenceEvent {
+    /// It starts after so many tokens that were in the prefix cache. Said at most once, first.
+    Cached(usize),
     /// Keys and values of this many tokens are in pages now.
     Computed(usize),
     /// A token; with `Some` it was the last.
@@ -124,10 +126,14 @@ impl Sequence {
         .await
     }
 
-    /// COMMIT came back OK: its migrated pages are the engine's now. False if it has ended
-    /// already; the pages are then the caller's to free.
-    pub fn prove(&self) -> bool {
-        self.core.inner.state.borrow_mut().scheduler.prove(self.id)
+    /// COMMIT came back OK: its held pages and the `pulled` ones are the engine's now. False if
+    /// it has ended already; the pages are then the caller's to free.
+    pub fn prove(&self, pulled: &[PageId]) -> bool {
+        let inner = &self.core.inner;
+        let scheduler = &mut inner.state.borrow_mut().scheduler;
+        inner
+            .ledger
+            .with(|ledger| scheduler.prove(self.id, pulled, ledger))
     }
 
     /// Where it is; `None` once it has ended.
@@ -421,6 +427,9 @@ impl EngineCore {
         for event in events.drain(..) {
             let state = self.inner.state.borrow();
             let (id, event) = match event {
+                SchedulerEvent::Cached { sequence, tokens } => {
+                    (sequence, SequenceEvent::Cached(tokens))
+                }
                 SchedulerEvent::Computed { sequence, computed } => {
                     (sequence, SequenceEvent::Computed(computed))
                 }

@@ -52,6 +52,9 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
     /// Token ids that end the text (EOS included unless `ignore_eos`).
     pub stop_token_ids: Vec<u32>,
+    /// Only prompts of the same salt share cached pages; at most
+    /// [`kvserve_kv::prefix::CACHE_SALT_BYTES_MAX`] bytes.
+    pub cache_salt: String,
     /// By when all of it must have ended.
     pub deadline: Deadline,
     /// The client's id for the request; a label only, never a key (PROTOCOL R1).

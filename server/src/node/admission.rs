@@ -109,20 +109,19 @@ impl Admission {
         self.queue.borrow().len()
     }
 
-    /// Waits for a place. The caller bounds the wait by the request's deadline.
+    /// Waits for a place; `room` says whether the pages for it are there now. The caller bounds
+    /// the wait by the request's deadline.
     ///
     /// # Errors
     /// [`AdmissionFull`] at once when the queue is at its bound.
     pub async fn enter(
         self: &Rc<Self>,
         shard: &Shard,
-        ledger: &LedgerCell,
-        pages: usize,
+        room: impl Fn() -> bool,
     ) -> Result<Admitted, AdmissionFull> {
         let queued = self.queued();
-        let room = self.running.get() < self.running_max
-            && ledger.with(|ledger| ledger.free_pages()) >= pages;
-        if queued == 0 && room {
+        let may_enter = || self.running.get() < self.running_max && room();
+        if queued == 0 && may_enter() {
             self.running.set(self.running.get() + 1);
             return Ok(Admitted {
                 admission: self.clone(),
@@ -143,9 +142,7 @@ impl Admission {
         };
         loop {
             ticket.becomes_head().await;
-            if self.running.get() < self.running_max
-                && ledger.with(|ledger| ledger.free_pages()) >= pages
-            {
+            if may_enter() {
                 self.running.set(self.running.get() + 1);
                 return Ok(Admitted {
                     admission: self.clone(),

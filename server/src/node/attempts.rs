@@ -20,6 +20,19 @@ pub const BUSY_ROUNDS_MAX: u32 = 60;
 /// The longest pause after "busy".
 pub const BUSY_PAUSE_MAX: Duration = Duration::from_millis(50);
 
+/// Tokens of a prompt that this node computes itself when it holds all that is before them. Two
+/// of the smallest chunks: they ride in one step that runs anyway, and cost its decode rows less
+/// than a migration costs the request (a frame each way, the prefill node's queue, one pull and
+/// COMMIT). The prefill node, too, would often compute more than them: answers that were
+/// generated here were never there.
+pub const REST_HERE_TOKENS_MAX: usize = 32;
+
+/// Whether the rest of a prompt of `tokens` is computed here, given that its first
+/// `held_tokens` are in this node's prefix cache.
+pub fn rest_stays_here(held_tokens: usize, tokens: usize) -> bool {
+    held_tokens > 0 && tokens - held_tokens <= REST_HERE_TOKENS_MAX
+}
+
 /// Why an attempt failed, and what may come next.
 #[derive(Clone, Debug)]
 pub struct AttemptFailure {
@@ -239,6 +252,13 @@ mod tests {
 
     fn failure(reason: FailReason) -> AttemptFailure {
         MigrationError::new(Stage::Pull, reason).into()
+    }
+
+    #[test]
+    fn only_a_short_rest_behind_a_held_prefix_stays_here() {
+        assert!(!rest_stays_here(0, 5), "nothing held: as any prompt");
+        assert!(rest_stays_here(16, 48));
+        assert!(!rest_stays_here(16, 49));
     }
 
     #[test]

@@ -13,7 +13,7 @@
 
 use super::NodeContext;
 use super::admission::{self, Admitted};
-use super::attempts::{AfterFailure, AttemptFailure, Attempts, Withheld};
+use super::attempts::{AfterFailure, AttemptFailure, Attempts, Withheld, rest_stays_here};
 use super::payload;
 use super::request::RequestOut;
 use crate::engine::{FinishReason, RetryClass, Sequence, SequenceEvent, ServeError, Stage};
@@ -21,9 +21,11 @@ use crate::perf::{ASKED, ATTEMPT_FAILED, COMMITTED, FIRST_TOKEN, GRANTED, PLACED
 use crate::scheduler::{PagesFrom, SequenceSpec};
 use futures_lite::future;
 use kvserve_kv::PageId;
+use kvserve_kv::ledger::LedgerCell;
 use kvserve_kv::peer::{Migration, MigrationEvent, PrefillAsk};
 use kvserve_runtime::Nanos;
 use kvserve_runtime::trace::TraceKind;
+use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// How an attempt ended.
@@ -45,8 +47,13 @@ pub(super) async fn drive(
     node.perf
         .record(Span::Queue, node.shard.now().since(out.arrived));
     let mut attempts = Attempts::default();
+    let mut rest_only = false;
     while let Some(number) = attempts.next_number() {
         out.stage.set(Stage::Pair);
+        if holds_nearly_all(node, out) {
+            rest_only = true;
+            break;
+        }
         let Some(peer) = node.choose_prefill(attempts.tried()) else {
             break;
         };
@@ -79,13 +86,49 @@ pub(super) async fn drive(
             AfterFailure::Recompute => break,
         }
     }
-    node.metrics.recomputes.fetch_add(1, Relaxed);
+    match rest_only {
+        true => node.metrics.rests_here.fetch_add(1, Relaxed),
+        false => node.metrics.recomputes.fetch_add(1, Relaxed),
+    };
     out.stage.set(Stage::Prefill);
     if attempts.any_failed() {
         covers(node, out)?;
     }
     let sequence = compute_here(node, out)?;
     follow(out, sequence).await
+}
+
+/// Whether so much of the prompt is cached here that the rest is not worth a migration.
+fn holds_nearly_all(node: &NodeContext, out: &RequestOut) -> bool {
+    let tokens = out.tokens();
+    let salt = out.request.cache_salt.as_bytes();
+    let fit = (node.ledger).with(|ledger| ledger.prefix_fit(salt, &tokens));
+    rest_stays_here(fit.pages * node.limits.page_tokens, tokens.len())
+}
+
+/// Leading pages of a prompt from this node's prefix cache, owned (pinned) by an attempt until
+/// it has ended; then given back, or taken over by the sequence that decodes on them. They come
+/// from the cache alone, never from an earlier attempt (PROTOCOL C2, R3).
+struct Held {
+    ledger: Rc<LedgerCell>,
+    pages: Vec<PageId>,
+}
+
+impl Held {
+    fn take(node: &NodeContext, cache_salt: &str, tokens: &[u32]) -> Self {
+        let mut pages = Vec::new();
+        (node.ledger).with(|ledger| ledger.take_prefix(cache_salt.as_bytes(), tokens, &mut pages));
+        Held {
+            ledger: node.ledger.clone(),
+            pages,
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.ledger.with(|ledger| ledger.free(&self.pages));
+    }
 }
 
 /// Another try is only begun if the time left covers what it will take (PROTOCOL R4). The first
@@ -110,8 +153,10 @@ fn covers(node: &NodeContext, out: &RequestOut) -> Result<(), ServeError> {
 /// Waits for a place among the running and for room for the prompt.
 async fn enter(node: &NodeContext, out: &RequestOut) -> Result<Admitted, ServeError> {
     let pages = node.limits.pages_for(out.request.prompt.len() + 1);
+    let salt = out.request.cache_salt.as_bytes();
+    let room = || (node.ledger).with(|ledger| ledger.prefix_fits(salt, &out.request.prompt, pages));
     node.admission
-        .enter(&node.shard, &node.ledger, pages)
+        .enter(&node.shard, room)
         .await
         .map_err(|full| overloaded(full.queued, full.queued_max))
 }
@@ -130,20 +175,26 @@ async fn attempt_on(
     };
     let prompt = out.tokens();
     let computed = prompt.len();
-    let wanted = node.limits.pages_for(computed);
+    let held = Held::take(node, &out.request.cache_salt, &prompt);
+    let wanted = node.limits.pages_for(computed) - held.pages.len();
     let Some(into) = admission::reserve(&node.ledger, wanted) else {
         let free = node.ledger.with(|ledger| ledger.free_pages());
         return Ok(Attempt::Failed(AttemptFailure::no_room(format!(
             "the prompt needs {wanted} pages here and {free} are free"
         ))));
     };
-    let pages = into.clone();
+    let mut pages = held.pages.clone();
+    pages.extend_from_slice(&into);
     let ask = PrefillAsk {
         request: out.id,
         attempt,
-        held_pages: 0,
+        held_pages: held.pages.len() as u32,
         prompt,
-        payload: payload::encode_sampling(&out.request.sampling, out.told() as u32),
+        payload: payload::encode_ask(
+            &out.request.sampling,
+            out.told() as u32,
+            &out.request.cache_salt,
+        ),
         into,
         deadline: out.request.deadline,
     };
@@ -166,7 +217,9 @@ async fn attempt_on(
         pages,
         sequence: None,
         withheld: Withheld::new(computed),
+        cached: 0,
         migration,
+        held,
     }
     .run()
     .await
@@ -181,10 +234,14 @@ struct Running<'a> {
     asked_at: Nanos,
     /// When the present stage began.
     since: Nanos,
+    /// Held, then pulled.
     pages: Vec<PageId>,
     sequence: Option<Sequence>,
     withheld: Withheld,
+    /// Tokens that the prefill node found in its cache.
+    cached: usize,
     migration: Migration,
+    held: Held,
 }
 
 /// What an attempt hears next.
@@ -217,13 +274,14 @@ impl Running<'_> {
                 Heard::Migration(MigrationEvent::Committed { pages }) => {
                     self.passed(Span::Commit, &COMMITTED, self.withheld.len());
                     let took = self.node.shard.now().since(self.asked_at);
-                    self.node.learn_prompt_pace(self.withheld.computed(), took);
+                    let computed = self.withheld.computed() - self.cached;
+                    self.node.learn_prompt_pace(computed, took);
                     return Ok(self.release_withheld(&pages));
                 }
                 Heard::Migration(MigrationEvent::Failed(error)) => {
                     return Ok(Attempt::Failed(error.into()));
                 }
-                Heard::Sequence(SequenceEvent::Computed(_)) => {}
+                Heard::Sequence(SequenceEvent::Cached(_) | SequenceEvent::Computed(_)) => {}
                 Heard::Sequence(SequenceEvent::Token(sampled, finish)) => {
                     self.withheld.push(sampled, finish);
                 }
@@ -258,9 +316,13 @@ impl Running<'_> {
     }
 
     /// The prefill node's token goes to the client at once.
-    fn first_token(&self, bytes: &[u8]) -> Option<Attempt> {
-        let sampled = match payload::decode_token(bytes, self.node.core.vocab_size()) {
-            Ok(sampled) => sampled,
+    fn first_token(&mut self, bytes: &[u8]) -> Option<Attempt> {
+        let sampled = match payload::decode_first(bytes, self.node.core.vocab_size()) {
+            Ok((sampled, cached)) => {
+                self.cached = (cached as usize).min(self.withheld.computed());
+                self.out.found_cached(self.cached);
+                sampled
+            }
             Err(error) => {
                 return Some(Attempt::Failed(AttemptFailure::protocol(error.to_string())));
             }
@@ -279,9 +341,11 @@ impl Running<'_> {
             new_tokens_max: self.out.left(),
             stop_token_ids: self.out.request.stop_token_ids.clone(),
             sampling: self.out.request.sampling.clone(),
+            cache_salt: self.out.request.cache_salt.clone().into_bytes(),
             deadline: self.out.request.deadline,
             pages: PagesFrom::Migration {
                 pages: self.pages.clone(),
+                held: self.held.pages.len(),
                 computed: self.withheld.computed(),
             },
         };
@@ -295,21 +359,35 @@ impl Running<'_> {
         Ok(())
     }
 
+    /// The text was complete before COMMIT's OK: the prompt's whole pages, proven now, stay for
+    /// the next request; nobody decodes on them any more.
+    fn keep_what_is_proven(&mut self, pulled: &[PageId]) {
+        let tokens = self.out.tokens();
+        let page_tokens = self.node.limits.page_tokens;
+        let whole = self.withheld.computed() / page_tokens;
+        let known = self.held.pages.len();
+        let salt = self.out.request.cache_salt.as_bytes();
+        self.node.ledger.with(|ledger| {
+            let adopted = ledger.adopt(pulled);
+            debug_assert!(adopted.is_ok(), "{adopted:?}");
+            self.held.pages.extend_from_slice(pulled);
+            let tokens = &tokens[..whole * page_tokens];
+            let pages = &mut self.held.pages[..whole];
+            ledger.cache_pages(salt, tokens, pages, known, true);
+        });
+    }
+
     /// COMMIT's answer was OK: the pages are ours, and tokens computed from them are true.
-    fn release_withheld(mut self, pages: &[PageId]) -> Attempt {
+    fn release_withheld(mut self, pulled: &[PageId]) -> Attempt {
         self.node.metrics.migrations_committed.fetch_add(1, Relaxed);
         self.out.stage.set(Stage::Decode);
         let sequence = self.sequence.take();
-        let taken_over = sequence.as_ref().is_some_and(Sequence::prove);
-        self.node.ledger.with(|ledger| {
-            if taken_over {
-                // The engine goes on writing into the tail.
-                let adopted = ledger.adopt(pages);
-                debug_assert!(adopted.is_ok(), "{adopted:?}");
-            } else {
-                ledger.free(pages);
-            }
-        });
+        let taken_over = (sequence.as_ref()).is_some_and(|sequence| sequence.prove(pulled));
+        match taken_over {
+            // The sequence owns them now.
+            true => self.held.pages.clear(),
+            false => self.keep_what_is_proven(pulled),
+        }
         let (withheld, finish) = self.withheld.release();
         let mut last = None;
         for sampled in withheld {
@@ -333,6 +411,7 @@ pub(super) fn compute_here(node: &NodeContext, out: &RequestOut) -> Result<Seque
         new_tokens_max: out.left(),
         stop_token_ids: out.request.stop_token_ids.clone(),
         sampling: out.request.sampling.clone(),
+        cache_salt: out.request.cache_salt.clone().into_bytes(),
         deadline: out.request.deadline,
         pages: PagesFrom::Scheduler,
     };
@@ -348,6 +427,7 @@ pub(super) async fn follow(
 ) -> Result<FinishReason, ServeError> {
     loop {
         match sequence.next().await {
+            SequenceEvent::Cached(tokens) => out.found_cached(tokens),
             SequenceEvent::Computed(_) => {}
             SequenceEvent::Token(sampled, _) => {
                 out.stage.set(Stage::Decode);

@@ -10,7 +10,7 @@ pub mod attempts;
 mod decode;
 mod local;
 pub(crate) mod payload;
-mod prefill;
+pub(crate) mod prefill;
 mod request;
 mod status;
 mod transfers;

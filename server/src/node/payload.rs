@@ -2,6 +2,7 @@
 //! comes back with the first token. Fixed layouts, little-endian, length caps (PROTOCOL S5).
 
 use crate::engine::SamplingParams;
+use kvserve_kv::prefix::CACHE_SALT_BYTES_MAX;
 use kvserve_model::logit_rules::BIASED_IDS_MAX;
 use kvserve_model::{LogitRules, Sampled};
 use std::sync::Arc;
@@ -111,8 +112,34 @@ fn decode_rules(reader: &mut Reader<'_>) -> Option<LogitRules> {
 /// # Errors
 /// [`PayloadError`] when the length or a value is out of range.
 pub fn decode_sampling(bytes: &[u8]) -> Result<(SamplingParams, u32), PayloadError> {
+    let (params, generated, cache_salt) = decode_ask(bytes)?;
+    match cache_salt.is_empty() {
+        true => Ok((params, generated)),
+        false => Err(PayloadError {
+            what: "set of sampling parameters",
+            bytes: bytes.len(),
+        }),
+    }
+}
+
+/// Writes what a `Prefill` frame carries beside its prompt: sampling parameters, how many of the
+/// prompt's tokens are answer already, then the cache salt with its length.
+pub fn encode_ask(params: &SamplingParams, generated: u32, cache_salt: &str) -> Vec<u8> {
+    let salt = cache_salt.as_bytes();
+    let salt = &salt[..salt.len().min(CACHE_SALT_BYTES_MAX)];
+    let mut out = encode_sampling(params, generated);
+    out.push(salt.len() as u8);
+    out.extend_from_slice(salt);
+    out
+}
+
+/// Reads it; sampling parameters alone have no salt.
+///
+/// # Errors
+/// [`PayloadError`] when a length or a value is out of range.
+pub fn decode_ask(bytes: &[u8]) -> Result<(SamplingParams, u32, Vec<u8>), PayloadError> {
     let error = PayloadError {
-        what: "set of sampling parameters",
+        what: "set of sampling parameters and salt",
         bytes: bytes.len(),
     };
     let mut reader = Reader(bytes);
@@ -136,17 +163,50 @@ pub fn decode_sampling(bytes: &[u8]) -> Result<(SamplingParams, u32), PayloadErr
         Some((params, generated))
     })();
     let (params, generated) = read.ok_or(error)?;
+    let cache_salt = match reader.0.split_first() {
+        None => &[],
+        Some((length, salt))
+            if usize::from(*length) == salt.len() && salt.len() <= CACHE_SALT_BYTES_MAX =>
+        {
+            salt
+        }
+        Some(_) => return Err(error),
+    };
     let sane = params.temperature.is_finite()
         && params.temperature >= 0.0
         && params.top_p.is_finite()
         && (0.0..=1.0).contains(&params.min_p)
-        && params.logprobs.unwrap_or(0) as usize <= TOP_MAX
-        && reader.0.is_empty();
+        && params.logprobs.unwrap_or(0) as usize <= TOP_MAX;
     if sane {
-        Ok((params, generated))
+        Ok((params, generated, cache_salt.to_vec()))
     } else {
         Err(error)
     }
+}
+
+/// Writes the first token of a prefill and how many of the prompt's tokens were in the prefix
+/// cache, for the client's usage.
+pub fn encode_first(sampled: &Sampled, cached_tokens: u32) -> Vec<u8> {
+    let mut out = encode_token(sampled);
+    out.extend_from_slice(&cached_tokens.to_le_bytes());
+    out
+}
+
+/// Reads them; a token alone says nothing of a cache.
+///
+/// # Errors
+/// [`PayloadError`] as [`decode_token`].
+pub fn decode_first(bytes: &[u8], vocab_size: usize) -> Result<(Sampled, u32), PayloadError> {
+    if let Ok(sampled) = decode_token(bytes, vocab_size) {
+        return Ok((sampled, 0));
+    }
+    let error = PayloadError {
+        what: "first token",
+        bytes: bytes.len(),
+    };
+    let (token, cached) = bytes.split_last_chunk::<4>().ok_or(error)?;
+    let sampled = decode_token(token, vocab_size).map_err(|_| error)?;
+    Ok((sampled, u32::from_le_bytes(*cached)))
 }
 
 /// Writes a sampled token.
@@ -247,6 +307,39 @@ mod tests {
         assert!(decode_sampling(&bytes).is_err());
         bytes.push(0);
         assert!(decode_sampling(&bytes).is_err());
+    }
+
+    #[test]
+    fn salts_and_cached_tokens_survive_the_way_and_wrong_lengths_do_not() {
+        let params = SamplingParams::default();
+        let longest = "x".repeat(CACHE_SALT_BYTES_MAX);
+        for salt in ["", "a", &longest] {
+            let mut bytes = encode_ask(&params, 5, salt);
+            let whole = (params.clone(), 5, salt.as_bytes().to_vec());
+            assert_eq!(decode_ask(&bytes), Ok(whole));
+            let alone = (params.clone(), 5, Vec::new());
+            assert_eq!(decode_ask(&bytes[..SAMPLING_BYTES]), Ok(alone));
+            bytes.push(0);
+            assert!(decode_ask(&bytes).is_err());
+            assert!(decode_ask(&bytes[..SAMPLING_BYTES - 1]).is_err());
+        }
+        let mut long = encode_ask(&params, 0, "");
+        long[SAMPLING_BYTES] = CACHE_SALT_BYTES_MAX as u8 + 1;
+        long.extend(vec![b'x'; CACHE_SALT_BYTES_MAX + 1]);
+        assert!(decode_ask(&long).is_err());
+
+        let sampled = Sampled {
+            token: 7,
+            logprob: -0.5,
+            top: vec![(7, -0.5), (3, -1.5)],
+        };
+        let bytes = encode_first(&sampled, 48);
+        assert_eq!(decode_first(&bytes, 8), Ok((sampled.clone(), 48)));
+        let alone = encode_token(&sampled);
+        assert_eq!(decode_first(&alone, 8), Ok((sampled, 0)));
+        for length in (0..bytes.len()).filter(|length| *length != alone.len()) {
+            assert!(decode_first(&bytes[..length], 8).is_err(), "{length}");
+        }
     }
 
     #[test]

@@ -25,6 +25,7 @@ pub struct RequestOut {
     pub arrived: Nanos,
     perf: Arc<Perf>,
     told_at: Cell<Nanos>,
+    cached_tokens: Cell<Option<usize>>,
     events: bridge::Sender<GenerateEvent>,
     facts: RefCell<Facts>,
 }
@@ -43,6 +44,7 @@ impl RequestOut {
             arrived: Nanos::now(),
             perf,
             told_at: Cell::default(),
+            cached_tokens: Cell::default(),
             events: command.events,
             facts: RefCell::default(),
         };
@@ -89,11 +91,20 @@ impl RequestOut {
         end
     }
 
+    /// So many tokens of the prompt were found in a prefix cache, by whoever computes the first
+    /// token. Usage counts once: what a retry or a recompute finds later says nothing.
+    pub fn found_cached(&self, tokens: usize) {
+        if self.told() == 0 && self.cached_tokens.get().is_none() {
+            self.cached_tokens.set(Some(tokens));
+        }
+    }
+
     /// Tells the end.
     pub fn finished(&self, reason: FinishReason) {
         let _ = self.events.try_send(GenerateEvent::Finished {
             reason,
-            cached_tokens: 0,
+            cached_tokens: (self.cached_tokens.get())
+                .map_or(0, |tokens| tokens.min(self.request.prompt.len()) as u32),
         });
     }
 

@@ -182,14 +182,17 @@ fn transfers(node: &NodeContext) -> Value {
 }
 
 fn pages(node: &NodeContext) -> Value {
-    let (counts, total, guards) = node
-        .ledger
-        .with(|ledger| (ledger.counts(), ledger.pages(), ledger.guards_live()));
+    let (counts, total, guards, cached, evictable) = node.ledger.with(|ledger| {
+        let (cached, evictable) = (ledger.cached_pages(), ledger.evictable_pages());
+        let (counts, guards) = (ledger.counts(), ledger.guards_live());
+        (counts, ledger.pages(), guards, cached, evictable)
+    });
     json!({
         "total": total, "page_tokens": node.limits.page_tokens,
         "free": counts.free, "building": counts.building, "ready": counts.ready,
         "leased": counts.leased, "pulling": counts.pulling, "stopping": counts.stopping,
         "quarantined": counts.quarantined, "guards_live": guards,
+        "cached": cached, "evictable": evictable,
     })
 }
 
@@ -200,7 +203,12 @@ fn nodes(node: &NodeContext) -> Value {
 
 fn gauges(node: &NodeContext, transfers: &Transfers) -> String {
     let mut out = String::with_capacity(4096);
-    let (counts, total) = node.ledger.with(|ledger| (ledger.counts(), ledger.pages()));
+    let (counts, total, prefix) = node
+        .ledger
+        .with(|ledger| (ledger.counts(), ledger.pages(), ledger.prefix_counters()));
+    let (cached, evictable) = node
+        .ledger
+        .with(|ledger| (ledger.cached_pages(), ledger.evictable_pages()));
     let load = node.core.load();
     let hub = node.hub.counters();
     for (name, value) in [
@@ -210,6 +218,8 @@ fn gauges(node: &NodeContext, transfers: &Transfers) -> String {
         ("kvserve_kv_pages_pulling", counts.pulling),
         ("kvserve_kv_pages_stopping", counts.stopping),
         ("kvserve_kv_pages_quarantined", counts.quarantined),
+        ("kvserve_kv_pages_cached", cached),
+        ("kvserve_kv_pages_evictable", evictable),
         ("kvserve_requests_active", node.readiness.active()),
         ("kvserve_requests_admission_queued", node.admission.queued()),
         ("kvserve_sequences_running", load.running),
@@ -223,6 +233,11 @@ fn gauges(node: &NodeContext, transfers: &Transfers) -> String {
     }
     for (name, value) in [
         ("kvserve_preemptions_total", load.preemptions),
+        (
+            "kvserve_prefix_hit_tokens_total",
+            prefix.hit_pages * node.limits.page_tokens as u64,
+        ),
+        ("kvserve_prefix_evicted_pages_total", prefix.evictions),
         ("kvserve_slots_begun_total", hub.begun),
         ("kvserve_slots_ended_deadline_total", hub.ended_deadline),
         ("kvserve_slots_ended_cancelled_total", hub.ended_cancelled),

@@ -154,6 +154,35 @@ impl Transfers {
             typed(out, name, kind);
             line(out, name, "", value);
         }
+        let (tcp, _) = peers.transport_counters();
+        let name = "kvserve_pulled_bytes_total";
+        typed(out, name, "counter");
+        line(out, name, "path=\"tcp\"", tcp.bytes as f64);
+        line(out, name, "path=\"shm\"", peers.shm_counters().bytes as f64);
+        if let Some(rdma) = peers.rdma_counters() {
+            line(out, name, "path=\"rdma\"", rdma.bytes as f64);
+        }
+        if let Some(rdma) = peers.rdma_counters() {
+            for (name, value) in [
+                ("kvserve_rdma_pairs_total", counted.rdma_pairs),
+                ("kvserve_rdma_pairs_served_total", counted.rdma_pairs_served),
+                ("kvserve_rdma_pairs_lost_total", counted.rdma_pairs_lost),
+                ("kvserve_rdma_pairs_stuck_total", rdma.pairs_stuck),
+                ("kvserve_rdma_requests_total", rdma.requests),
+                ("kvserve_rdma_bytes_total", rdma.bytes),
+                ("kvserve_rdma_posts_refused_total", rdma.posts_refused),
+                ("kvserve_rdma_completions_total", rdma.completions),
+                ("kvserve_rdma_completions_lost_total", rdma.completions_lost),
+                (
+                    "kvserve_rdma_completions_stray_total",
+                    rdma.strays + rdma.duplicates,
+                ),
+                ("kvserve_rdma_events_total", rdma.events),
+            ] {
+                typed(out, name, "counter");
+                line(out, name, "", value as f64);
+            }
+        }
         let paths = node.paths();
         type Counted = fn(&crate::cluster::PathReport) -> f64;
         let of_path: [(&str, &str, Counted); 8] = [

@@ -1,5 +1,6 @@
 //! Starting a process: checks of the command line, shards, listeners, drain, exit code.
 
+mod doctor;
 mod listen;
 mod model;
 mod node;
@@ -44,6 +45,7 @@ pub fn run(cli: Cli) -> i32 {
             println!("{}", path.display());
             0
         }),
+        Command::Doctor(args) => doctor::doctor(&args).map(|()| 0),
     };
     result.unwrap_or_else(|message| {
         eprintln!("kvserve: {message}");

@@ -11,7 +11,7 @@ use crate::api::ids::RandomIds;
 use crate::api::{
     Api, ApiConfig, ApiMetrics, Job, LocalFuture, Offload, OffloadError, ServedModel,
 };
-use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand, TransportArg};
+use crate::cli::{Dtype, LogFormat, NodeArgs, NodeCommand, OnOff, TransportArg};
 use crate::cluster::agent::{self, Agent};
 use crate::engine::{EngineClient, EngineCommand, EngineCore};
 use crate::log::Log;
@@ -24,8 +24,10 @@ use crate::scheduler::SchedulerLimits;
 use kvserve_kv::KvLayout;
 use kvserve_kv::ledger::{Ledger, LedgerCell};
 use kvserve_kv::peer::{self, PeerConfig, PeerHub, PeerLimits, PeerParts};
+use kvserve_kv::prefix::PrefixConfig;
 use kvserve_kv::session::{PeerKey, Role};
 use kvserve_kv::transport::chaos::ChaosHandle;
+use kvserve_kv::transport::rdma::RdmaConfig;
 use kvserve_model::Model;
 use kvserve_model::cpu::{CpuBackend, CpuEngine, CpuOptions};
 use kvserve_runtime::bridge;
@@ -97,6 +99,7 @@ struct Shared {
 /// What only the engine's shard gets.
 struct EngineParts {
     backend: CpuBackend,
+    prefix_cache: OnOff,
     commands: bridge::Receiver<EngineCommand>,
     queries: bridge::Receiver<DebugQuery>,
     chaos: ChaosHandle,
@@ -224,6 +227,7 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         side_pool: Arc::new(side_pool),
         engine: Arc::new(Mutex::new(Some(EngineParts {
             backend,
+            prefix_cache: args.prefix_cache,
             commands: commands_out,
             queries: queries_out,
             chaos,
@@ -409,6 +413,10 @@ fn peer_start(
             api_url: format!("http://{}", host(listen)),
             checksums: command.node.checksums,
             transport: command.node.transport.choice(),
+            rdma: RdmaConfig {
+                device: command.node.rdma_device.clone(),
+                ..RdmaConfig::default()
+            },
             limits: peer_limits(command.node.lease_ttl),
         },
         join: join.join,
@@ -550,13 +558,27 @@ async fn finish_peers(shard: &Shard, node: &NodeContext, patience: Duration) {
     }
 }
 
+/// What clients cannot know, so that they cannot make prefixes collide.
+fn hash_seed() -> Result<u64, String> {
+    let key = peer::fresh_key().map_err(|error| format!("no random numbers: {error}"))?;
+    let (seed, _) = key.split_first_chunk().expect("a key has 32 bytes");
+    Ok(u64::from_le_bytes(*seed))
+}
+
 fn start_engine(
     shard: &Shard,
     shared: &Shared,
     parts: EngineParts,
 ) -> Result<(Hub, Rc<NodeContext>), String> {
     let pool = kvserve_model::Backend::pool(&parts.backend);
-    let ledger = Rc::new(LedgerCell::new(Ledger::of_pool(pool.clone())));
+    let mut ledger = Ledger::of_pool(pool.clone());
+    if parts.prefix_cache == OnOff::On {
+        ledger = ledger.with_prefix_cache(PrefixConfig {
+            page_tokens: shared.limits.page_tokens,
+            seed: hash_seed()?,
+        });
+    }
+    let ledger = Rc::new(LedgerCell::new(ledger));
     let hub = Hub::new(HubLimits::default(), ledger.clone());
     let core = EngineCore::new(
         shard.clone(),
@@ -622,11 +644,12 @@ fn start_engine(
                     ledger: Some(ledger),
                     prefill: matches!(shared.role, Role::Prefill | Role::Hybrid)
                         .then(|| Rc::new(prefill) as Rc<_>),
+                    verbs: None,
                     chaos: Some(parts.chaos),
                     events,
                 },
             )
-            .map_err(|error| format!("cannot listen for peers: {error}"))?;
+            .map_err(|error| format!("cannot reach peers: {error}"))?;
             if let Some(address) = start.join {
                 peers.dial(address);
             }
@@ -729,7 +752,10 @@ fn dtype_text(args: &NodeArgs) -> &'static str {
 
 fn path_text(args: &NodeArgs) -> &'static str {
     match args.transport {
-        TransportArg::Auto => "shared memory with nodes on this host, else tcp (probed)",
+        TransportArg::Auto => {
+            "shared memory with nodes on this host, rdma with others, else tcp (probed)"
+        }
+        TransportArg::Rdma => "rdma only (--transport rdma)",
         TransportArg::Shm => "shared memory only (--transport shm)",
         TransportArg::Tcp => "tcp only (--transport tcp)",
     }

@@ -14,6 +14,8 @@
 //! What it keeps:
 //! * the oldest running sequence is never preempted, so somebody always ends (PROTOCOL C3);
 //! * pages of a lease and pages not yet proven by COMMIT are never preempted (PROTOCOL L1, L5);
+//! * a sequence starts after its cached prefix; its own whole pages enter the cache when the
+//!   step that filled them has ended, but nothing on top of pages not yet proven (PROTOCOL C2);
 //! * a token is reported once; a preempted sequence recomputes tokens, it never samples them
 //!   again (PROTOCOL R2).
 
@@ -22,6 +24,8 @@ mod plan;
 mod sequence;
 mod table;
 
+#[cfg(test)]
+mod prefix_tests;
 #[cfg(test)]
 mod tests;
 

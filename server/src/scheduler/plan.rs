@@ -22,7 +22,7 @@ impl Scheduler {
         self.plan_decode_rows(ledger, step, members, events);
         let mut budget = chunk_tokens.min(self.limits.chunk_tokens_max);
         self.plan_running_prefills(&mut budget, step, members);
-        self.admit_waiting(ledger, &mut budget, step, members);
+        self.admit_waiting(ledger, &mut budget, step, members, events);
     }
 
     fn plan_decode_rows(
@@ -86,6 +86,7 @@ impl Scheduler {
         budget: &mut usize,
         step: &mut Step,
         members: &mut Vec<SequenceId>,
+        events: &mut Vec<SchedulerEvent>,
     ) {
         let mut place = 0;
         let mut starved = None;
@@ -105,7 +106,7 @@ impl Scheduler {
                 continue;
             };
             let may_take = missing == 0 || starved.is_none();
-            if !(may_take && self.take_pages(id, missing, ledger)) {
+            if !(may_take && self.take_first_pages(id, missing, ledger, events)) {
                 starved = starved.or(Some(id));
                 place += 1;
                 continue;
@@ -135,6 +136,40 @@ impl Scheduler {
             Standing::Own | Standing::Unproven => self.limits.pages_for(sequence.tokens.len() + 1),
         };
         Some(wanted.saturating_sub(sequence.pages.len()))
+    }
+
+    /// Takes what a waiting sequence lacks: its cached prefix, then pages for the rest.
+    fn take_first_pages(
+        &mut self,
+        id: SequenceId,
+        missing: usize,
+        ledger: &mut Ledger,
+        events: &mut Vec<SchedulerEvent>,
+    ) -> bool {
+        let page_tokens = self.limits.page_tokens;
+        let Some(sequence) = self.get_mut(id) else {
+            return false;
+        };
+        // Only an own sequence that has nothing yet: others start from the pages they brought.
+        if sequence.standing != Standing::Own || !sequence.pages.is_empty() {
+            return self.take_pages(id, missing, ledger);
+        }
+        let salt = &sequence.cache_salt;
+        if !ledger.prefix_fits(salt, &sequence.tokens, missing) {
+            return false;
+        }
+        let found = ledger.take_prefix(salt, &sequence.tokens, &mut sequence.pages);
+        sequence.cached = found;
+        sequence.computed = found * page_tokens;
+        if !std::mem::replace(&mut sequence.started, true) && found > 0 {
+            events.push(SchedulerEvent::Cached {
+                sequence: id,
+                tokens: found * page_tokens,
+            });
+        }
+        let taken = self.take_pages(id, missing.saturating_sub(found), ledger);
+        debug_assert!(taken, "there was room a moment ago");
+        taken
     }
 
     /// Sees to it that the next decode row of `id` has a page to write to.

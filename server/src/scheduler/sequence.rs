@@ -3,6 +3,7 @@
 use crate::engine::SamplingParams;
 use kvserve_kv::PageId;
 use kvserve_runtime::Deadline;
+use std::ops::Range;
 
 /// Names a sequence of this scheduler; a stale generation names nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,15 +17,25 @@ pub struct SequenceId {
 pub enum PagesFrom {
     /// The scheduler allocates and frees them.
     Scheduler,
-    /// A lease for a peer: all pages of the prompt are given; the lease frees them. The
-    /// sequence ends with its first token.
-    Lease(Vec<PageId>),
-    /// A migration that placed the keys and values of the first `computed` tokens. The
-    /// migration frees these pages until [`super::Scheduler::prove`]; what the sequence grows
-    /// beyond them is the scheduler's.
-    Migration {
+    /// A prefill for a peer: all pages of the prompt are given. The sequence ends with its
+    /// first token.
+    Lease {
         /// Pages from position 0.
         pages: Vec<PageId>,
+        /// Leading pages that the peer holds: the scheduler frees these. The others the lease
+        /// frees.
+        held: usize,
+        /// Tokens whose keys and values are in `pages` already, from the prefix cache.
+        computed: usize,
+    },
+    /// A migration that placed the keys and values of the first `computed` tokens. Its waiter
+    /// frees these pages until [`super::Scheduler::prove`]; what the sequence grows beyond them
+    /// is the scheduler's.
+    Migration {
+        /// Pages from position 0: those held from the prefix cache, then those pulled.
+        pages: Vec<PageId>,
+        /// How many are held, not pulled.
+        held: usize,
         /// Tokens whose keys and values are in them.
         computed: usize,
     },
@@ -43,13 +54,15 @@ pub struct SequenceSpec {
     pub stop_token_ids: Vec<u32>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
+    /// Prompts of another salt share no cached page with it.
+    pub cache_salt: Vec<u8>,
     /// By when it must have ended.
     pub deadline: Deadline,
     /// Its first pages.
     pub pages: PagesFrom,
 }
 
-/// Whether pages before `Sequence::own_from` may be touched and who frees them.
+/// Whether the pages in `Sequence::others` may be touched and who frees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
     /// All pages are the scheduler's; it may be preempted.
@@ -75,8 +88,13 @@ pub(super) struct Sequence {
     /// Tokens whose keys and values are in the pages.
     pub computed: usize,
     pub pages: Vec<PageId>,
-    /// Pages before this index belong to a migration.
-    pub own_from: usize,
+    /// Pages at these places are a lease's or a migration's to free.
+    pub others: Range<usize>,
+    /// Leading pages that are the prefix cache's as well.
+    pub cached: usize,
+    /// It has been told how much of it was found in the cache.
+    pub started: bool,
+    pub cache_salt: Vec<u8>,
     pub new_tokens_left: u32,
     pub stop_token_ids: Vec<u32>,
     pub sampling: SamplingParams,
@@ -97,6 +115,15 @@ impl Sequence {
     /// A decode row: everything but the last token is computed.
     pub fn decodes(&self) -> bool {
         self.uncomputed() == 1 && self.computed > 0
+    }
+
+    /// Whether what was computed for it may enter the prefix cache: not on pages of a migration
+    /// before COMMIT's OK, and so nothing that was computed on top of them (PROTOCOL C2).
+    pub fn may_be_cached(&self) -> bool {
+        match self.standing {
+            Standing::Own | Standing::Leased => true,
+            Standing::Unproven => false,
+        }
     }
 
     pub fn preemptible(&self) -> bool {

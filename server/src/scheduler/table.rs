@@ -22,6 +22,13 @@ pub struct QueueFull {
 /// What a finished step brought, in the order of its sequences.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SchedulerEvent {
+    /// It runs for the first time and starts after a prefix that was in the cache.
+    Cached {
+        /// Which sequence.
+        sequence: SequenceId,
+        /// Tokens whose keys and values were there.
+        tokens: usize,
+    },
     /// More of a prompt is in pages.
     Computed {
         /// Which sequence.
@@ -89,19 +96,35 @@ impl Scheduler {
             });
         }
         self.arrivals += 1;
-        let (pages, computed, standing) = match spec.pages {
-            PagesFrom::Scheduler => (Vec::new(), 0, Standing::Own),
-            PagesFrom::Lease(pages) => (pages, 0, Standing::Leased),
-            PagesFrom::Migration { pages, computed } => (pages, computed, Standing::Unproven),
+        let (pages, held, computed, standing) = match spec.pages {
+            PagesFrom::Scheduler => (Vec::new(), 0, 0, Standing::Own),
+            PagesFrom::Lease {
+                pages,
+                held,
+                computed,
+            } => (pages, held, computed, Standing::Leased),
+            PagesFrom::Migration {
+                pages,
+                held,
+                computed,
+            } => (pages, held, computed, Standing::Unproven),
         };
         debug_assert!(computed < spec.tokens.len());
-        let own_from = pages.len();
+        let (others, cached) = match standing {
+            Standing::Own => (0..0, 0),
+            // Its leading computed pages came from the cache, whether the peer holds them or not.
+            Standing::Leased => (held..pages.len(), computed / self.limits.page_tokens),
+            Standing::Unproven => (0..pages.len(), held),
+        };
         let id = self.place(Sequence {
             answer_from: spec.tokens.len().saturating_sub(spec.generated),
             tokens: spec.tokens,
             computed,
             pages,
-            own_from,
+            others,
+            cached,
+            started: standing != Standing::Own,
+            cache_salt: spec.cache_salt,
             new_tokens_left: spec.new_tokens_max,
             stop_token_ids: spec.stop_token_ids,
             sampling: spec.sampling,
@@ -119,18 +142,43 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// COMMIT came back OK: the migrated pages are the scheduler's now. False for a sequence
-    /// that is gone; the pages then still are the migration's.
-    pub fn prove(&mut self, id: SequenceId) -> bool {
-        match self.get_mut(id) {
-            Some(sequence) => {
-                debug_assert_eq!(sequence.standing, Standing::Unproven);
-                sequence.standing = Standing::Own;
-                sequence.own_from = 0;
-                true
-            }
-            None => false,
+    /// COMMIT came back OK: the held pages and `pulled` ones are the scheduler's now, and what
+    /// is whole may enter the prefix cache. False for a sequence that is gone; the pages then
+    /// still are the waiter's.
+    pub fn prove(&mut self, id: SequenceId, pulled: &[PageId], ledger: &mut Ledger) -> bool {
+        let Some(sequence) = self.get_mut(id) else {
+            return false;
+        };
+        debug_assert_eq!(sequence.standing, Standing::Unproven);
+        debug_assert!(sequence.pages[..sequence.others.end].ends_with(pulled));
+        // The engine goes on writing into the tail.
+        let adopted = ledger.adopt(pulled);
+        debug_assert!(adopted.is_ok(), "{adopted:?}");
+        sequence.standing = Standing::Own;
+        sequence.others = 0..0;
+        self.offer_to_cache(id, ledger);
+        true
+    }
+
+    /// Whole pages of what a sequence has computed, by steps that have ended, enter the cache.
+    fn offer_to_cache(&mut self, id: SequenceId, ledger: &mut Ledger) {
+        let page_tokens = self.limits.page_tokens;
+        let Some(sequence) = self.get_mut(id).filter(|s| s.may_be_cached()) else {
+            return;
+        };
+        let whole = sequence.computed / page_tokens;
+        if whole <= sequence.cached {
+            return;
         }
+        // A lease's peer knows its pages by place: those stay what they are.
+        let swap = sequence.standing == Standing::Own;
+        sequence.cached = ledger.cache_pages(
+            &sequence.cache_salt,
+            &sequence.tokens[..whole * page_tokens],
+            &mut sequence.pages[..whole],
+            sequence.cached,
+            swap,
+        );
     }
 
     /// Takes a sequence out at once. Pages it owns go back to the ledger (which keeps those that
@@ -142,9 +190,8 @@ impl Scheduler {
         };
         self.running.retain(|other| *other != id);
         self.waiting.retain(|other| *other != id);
-        if sequence.own_from < sequence.pages.len() {
-            ledger.free(&sequence.pages[sequence.own_from..]);
-        }
+        ledger.free(&sequence.pages[..sequence.others.start]);
+        ledger.free(&sequence.pages[sequence.others.end..]);
         true
     }
 
@@ -175,6 +222,10 @@ impl Scheduler {
             };
             sequence.computed += std::mem::take(&mut sequence.in_step);
             let computed = sequence.computed;
+            self.offer_to_cache(*id, ledger);
+            let Some(sequence) = self.get_mut(*id) else {
+                continue;
+            };
             let Some(sampled) = sampled else {
                 events.push(SchedulerEvent::Computed {
                     sequence: *id,
@@ -272,9 +323,7 @@ impl Scheduler {
         self.running.retain(|id| *id != victim);
         self.preemptions += 1;
         if let Some(sequence) = self.get_mut(victim) {
-            ledger.free(&sequence.pages);
-            sequence.pages.clear();
-            sequence.computed = 0;
+            sequence.give_pages_up(ledger);
             sequence.phase = Phase::Waiting;
         }
         self.waiting.push_front(victim);
@@ -295,9 +344,7 @@ impl Scheduler {
         let Some(sequence) = victim.and_then(|victim| self.get_mut(victim)) else {
             return false;
         };
-        ledger.free(&sequence.pages);
-        sequence.pages.clear();
-        sequence.computed = 0;
+        sequence.give_pages_up(ledger);
         self.preemptions += 1;
         true
     }
@@ -347,6 +394,15 @@ impl Scheduler {
 }
 
 impl Sequence {
+    /// Its whole pages are in the prefix cache already; there they wait for its return, unless
+    /// somebody needs the room more.
+    fn give_pages_up(&mut self, ledger: &mut Ledger) {
+        ledger.free(&self.pages);
+        self.pages.clear();
+        self.computed = 0;
+        self.cached = 0;
+    }
+
     /// Adds a sampled token; says whether it was the last.
     fn accept(&mut self, token: u32) -> Option<FinishReason> {
         if self.stop_token_ids.contains(&token) {

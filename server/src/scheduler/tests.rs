@@ -44,6 +44,7 @@ impl Bench {
                 seed: 0,
                 ..SamplingParams::default()
             },
+            cache_salt: Vec::new(),
             deadline: Deadline::after(Nanos(0), Duration::from_secs(60)),
             pages: PagesFrom::Scheduler,
         }
@@ -103,11 +104,20 @@ impl Bench {
         let mut pages = Vec::new();
         let taken = self.ledger.allocate(2, AllocateAs::Pulling, &mut pages);
         taken.expect("two pages");
-        self.ledger.adopt(&pages).expect("pulled pages");
         let mut spec = Self::spec(8, new);
         spec.tokens.push(77);
-        spec.pages = PagesFrom::Migration { pages, computed: 8 };
+        spec.pages = PagesFrom::Migration {
+            pages,
+            held: 0,
+            computed: 8,
+        };
         self.scheduler.submit(spec).expect("room in the queue")
+    }
+
+    /// COMMIT's OK for a sequence of [`Bench::migrated`].
+    fn prove(&mut self, id: SequenceId) {
+        let pulled = self.scheduler.pages(id)[..2].to_vec();
+        assert!(self.scheduler.prove(id, &pulled, &mut self.ledger));
     }
 
     fn tokens_of(&self, id: SequenceId) -> Vec<u32> {
@@ -118,6 +128,7 @@ impl Bench {
                     sequence, sampled, ..
                 } if *sequence == id => Some(sampled.token),
                 SchedulerEvent::Token { .. }
+                | SchedulerEvent::Cached { .. }
                 | SchedulerEvent::Computed { .. }
                 | SchedulerEvent::OutOfPages { .. } => None,
             })
@@ -265,7 +276,11 @@ fn a_lease_ends_with_its_first_token_and_its_pages_are_the_leases() {
         .unwrap();
     bench.ledger.lease(&pages).unwrap();
     let mut spec = Bench::spec(10, 5);
-    spec.pages = PagesFrom::Lease(pages.clone());
+    spec.pages = PagesFrom::Lease {
+        pages: pages.clone(),
+        held: 0,
+        computed: 0,
+    };
     let id = bench.scheduler.submit(spec).unwrap();
     for _ in 0..2 {
         bench.plan();
@@ -293,6 +308,7 @@ fn a_migrated_sequence_decodes_before_proof_but_frees_only_its_own_growth() {
         spec.tokens.push(77);
         spec.pages = PagesFrom::Migration {
             pages: pages.to_vec(),
+            held: 0,
             computed: 8,
         };
         spec
@@ -309,7 +325,7 @@ fn a_migrated_sequence_decodes_before_proof_but_frees_only_its_own_growth() {
     assert_eq!(bench.ledger.counts().free, 6);
 
     let id = bench.scheduler.submit(migrated(&pages)).unwrap();
-    assert!(bench.scheduler.prove(id));
+    assert!(bench.scheduler.prove(id, &pages, &mut bench.ledger));
     bench.scheduler.remove(id, &mut bench.ledger);
     assert_eq!(bench.ledger.counts().free, 8);
 }
@@ -323,7 +339,7 @@ fn pages_of_one_that_waits_do_not_stop_one_that_runs() {
     bench.finish(false);
     // A migrated sequence is proven and finds no page to go on with: 3 + 2 pages are all.
     let waiting = bench.migrated(10);
-    assert!(bench.scheduler.prove(waiting));
+    bench.prove(waiting);
     for _ in 0..64 {
         bench.plan();
         bench.finish(false);
@@ -338,7 +354,7 @@ fn two_that_wait_with_pages_do_not_wait_for_each_other() {
     let mut bench = Bench::new(4, 8);
     let ids = [bench.migrated(7), bench.migrated(7)];
     for id in ids {
-        assert!(bench.scheduler.prove(id));
+        bench.prove(id);
     }
     for _ in 0..64 {
         bench.plan();
@@ -364,7 +380,11 @@ fn a_lease_does_not_wait_behind_those_that_wait_for_its_pages() {
     bench.ledger.lease(&leased).expect("built pages");
     let waiting = bench.submit(5, 2);
     let mut spec = Bench::spec(12, 1);
-    spec.pages = PagesFrom::Lease(leased.clone());
+    spec.pages = PagesFrom::Lease {
+        pages: leased.clone(),
+        held: 0,
+        computed: 0,
+    };
     let lease = bench.scheduler.submit(spec).expect("room in the queue");
     for _ in 0..4 {
         bench.plan();

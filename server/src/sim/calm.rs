@@ -32,6 +32,11 @@ impl World {
             self.places[node].stick_next_step = false;
             match &self.places[node].node {
                 None => self.start_node(node),
+                // It has been told to go: its owner starts the next one at once.
+                Some(there) if there.draining => {
+                    self.kill_node(node, false);
+                    self.start_node(node);
+                }
                 Some(there) => {
                     there.transport.borrow_mut().fail_post_after(None);
                     there.engine.lane.borrow_mut().fail_next = None;
@@ -68,7 +73,7 @@ impl World {
             return self.context.broke(Invariant::I11, what);
         }
         for _ in 0..3 {
-            let client = self.add_client(true);
+            let client = self.add_client(true, None);
             let span = self.context.rng.range(ms(1), ms(60));
             self.after(span, Event::Arrive(client));
         }

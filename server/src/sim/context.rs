@@ -59,12 +59,83 @@ pub struct Client {
 pub enum FrameFault {
     /// It is lost.
     Lose,
+    /// It is lost, and it is the last or last but one of an attempt.
+    LoseLastWord,
     /// It is sent twice.
     Double,
     /// A COMMIT names an older grant: incarnation, lease or epoch.
     StaleCommit(u8),
+    /// A COMMIT that the attempt's machine did not send.
+    OutOfTurn(OutOfTurn),
     /// A watermark repeats pages that were published before.
     WatermarkBack,
+}
+
+/// When a COMMIT comes out of turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutOfTurn {
+    /// Right behind the `Prefill` frame.
+    Asked,
+    /// At the grant, before anything is read.
+    Granted,
+    /// Behind the attempt's last word.
+    Stopped,
+}
+
+/// Something that happens on a node's way, so that a fault can strike just then. Attempts of a
+/// decode node: the phases, and the first read. Leases of a prefill node: what the peer is told
+/// and what it says.
+pub const MOMENTS: &[&str] = &[
+    "attempt asked",
+    "attempt pulling",
+    "attempt posts a read",
+    "attempt posts its last read",
+    "attempt committing",
+    "attempt stopping",
+    "attempt ended",
+    "lease granted",
+    "lease watermark",
+    "lease complete",
+    "lease aborted",
+    "lease fenced",
+    "lease commit heard",
+];
+
+/// What strikes at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strike {
+    /// The node stands still for this long.
+    Freeze(u64),
+    /// It is killed; whether silently.
+    Kill(bool),
+    /// The request's client leaves.
+    Leave,
+    /// The node gives a lease of its own up.
+    GiveUp,
+    /// No word passes between the node and another for this long.
+    Cut(u64),
+}
+
+/// A strike whose moment has come.
+#[derive(Clone, Copy, Debug)]
+pub struct Blow {
+    /// The node it strikes.
+    pub node: usize,
+    /// The client whose request it was about, if that is known.
+    pub client: Option<usize>,
+    /// What.
+    pub strike: Strike,
+}
+
+/// A strike that waits for its moment.
+#[derive(Clone, Copy, Debug)]
+pub struct Aimed {
+    /// One of [`MOMENTS`].
+    pub moment: &'static str,
+    /// What strikes.
+    pub strike: Strike,
+    /// It strikes the other side, where that is known.
+    pub at_peer: bool,
 }
 
 /// What sealed bytes meet on the wire.
@@ -89,11 +160,29 @@ pub struct Armed {
     pub frames: Vec<(Option<usize>, FrameFault)>,
     /// For bytes on the wire.
     pub wires: Vec<WireFault>,
+    /// Every frame of this node is sent twice until then.
+    pub doubled: Option<(usize, u64)>,
+    /// For moments.
+    pub moments: Vec<Aimed>,
 }
 
 impl Armed {
     /// The fault that strikes this frame of node `from`.
-    pub fn strikes(&mut self, from: usize, frame: &Frame, rng: &mut Rng) -> Option<FrameFault> {
+    pub fn strikes(
+        &mut self,
+        time: u64,
+        from: usize,
+        frame: &Frame,
+        rng: &mut Rng,
+    ) -> Option<FrameFault> {
+        let told = !matches!(frame, Frame::Heartbeat | Frame::Bye { .. });
+        if told
+            && self
+                .doubled
+                .is_some_and(|(node, until)| node == from && time < until)
+        {
+            return Some(FrameFault::Double);
+        }
         if self.frames.is_empty() {
             return None;
         }
@@ -103,13 +192,26 @@ impl Armed {
                 FrameFault::Lose | FrameFault::Double => {
                     !matches!(frame, Frame::Heartbeat | Frame::Bye { .. })
                 }
+                FrameFault::LoseLastWord => {
+                    matches!(frame, Frame::Cancel { .. } | Frame::Release { .. })
+                }
                 FrameFault::StaleCommit(_) => matches!(frame, Frame::Commit { .. }),
                 FrameFault::WatermarkBack => matches!(frame, Frame::Watermark { .. }),
+                FrameFault::OutOfTurn(_) => false,
             }
         };
         let place = self.frames.iter().position(fits)?;
         // So that not always the first frame is struck.
         rng.percent(60).then(|| self.frames.remove(place).1)
+    }
+
+    /// Whether node `from` sends a COMMIT out of turn now.
+    pub fn commits_out_of_turn(&mut self, from: usize, when: OutOfTurn) -> bool {
+        let fits = |(node, fault): &(Option<usize>, FrameFault)| {
+            node.is_none_or(|node| node == from) && *fault == FrameFault::OutOfTurn(when)
+        };
+        let place = self.frames.iter().position(fits);
+        place.map(|place| self.frames.remove(place)).is_some()
     }
 }
 
@@ -125,6 +227,8 @@ pub struct Context {
     pub clients: Vec<Client>,
     /// Faults that wait.
     pub armed: Armed,
+    /// Strikes whose moment has come in this event.
+    pub blows: Vec<Blow>,
     /// COMMITs answered OK: incarnation and lease.
     pub commits_ok: BTreeSet<(u64, u64)>,
     /// The world's time.
@@ -148,6 +252,7 @@ impl Context {
             violation: None,
             clients: Vec::new(),
             armed: Armed::default(),
+            blows: Vec::new(),
             commits_ok: BTreeSet::new(),
             time: 0,
             events: 0,
@@ -174,6 +279,33 @@ impl Context {
                 trace.push_back(format!("{ms:>6}.{us:03} ms  {}", line()));
             }
         });
+    }
+
+    /// A moment has come on `node`: what waits for it strikes when the event is over.
+    pub fn moment(
+        &mut self,
+        node: usize,
+        peer: Option<usize>,
+        client: Option<usize>,
+        moment: &'static str,
+    ) {
+        debug_assert!(MOMENTS.contains(&moment), "{moment}");
+        let aimed = |aimed: &Aimed| aimed.moment == moment;
+        let Some(place) = self.armed.moments.iter().position(aimed) else {
+            return;
+        };
+        // So that not always the first one is struck.
+        if self.rng.percent(50) {
+            let aimed = self.armed.moments.remove(place);
+            let node = peer.filter(|_| aimed.at_peer).unwrap_or(node);
+            let strike = aimed.strike;
+            self.note(|| format!("node {node}: {strike:?} at the moment: {moment}"));
+            self.blows.push(Blow {
+                node,
+                client,
+                strike,
+            });
+        }
     }
 
     /// A fault struck.
@@ -228,6 +360,7 @@ impl Context {
                     "engine_failed" => "request: failed, engine_failed",
                     "not_ready" => "request: failed, not_ready",
                     "overloaded" => "request: failed, overloaded",
+                    "too_large" => "request: failed, too_large",
                     "kv_exhausted" => "request: failed, kv_exhausted",
                     _ => "request: failed, other",
                 });

@@ -1,5 +1,9 @@
 //! What the runs have met: every kind of fault, edge, end and (state, event) pair, counted.
 
+use super::expected::{
+    FAULTS, LEASE_EVENTS, LEASE_NEVER, LEASE_PHASES, NAMED, PULL_EVENTS, PULL_NEVER, PULL_PHASES,
+    RARE,
+};
 use kvserve_kv::pull::{AttemptPhase, PullEvent};
 use std::collections::BTreeMap;
 
@@ -53,6 +57,17 @@ impl Coverage {
         all.into_iter().collect()
     }
 
+    /// What was met although a reason is given why it cannot be.
+    pub fn impossible(&self) -> Vec<String> {
+        let met = |(machine, state, event): &&(&'static str, &'static str, &'static str)| {
+            never(machine)
+                .iter()
+                .any(|(phase, events, _)| phase == state && events.contains(event))
+        };
+        let name = |(machine, state, event): &(&str, &str, &str)| pair_name(machine, state, event);
+        self.pairs.keys().filter(met).map(name).collect()
+    }
+
     /// What must have been met and was not.
     pub fn zeros(&self) -> Vec<String> {
         let missing = |(name, count): (String, u64)| (count == 0).then_some(name);
@@ -92,226 +107,41 @@ pub fn pull_event(event: &PullEvent) -> &'static str {
     }
 }
 
-/// Every kind of fault, by the name under which it is counted when it strikes.
-pub const FAULTS: &[&str] = &[
-    "fault: frame lost",
-    "fault: frame doubled",
-    "fault: frame late",
-    "fault: bytes corrupted",
-    "fault: bytes truncated",
-    "fault: bytes replayed",
-    "fault: bytes reordered",
-    "fault: partition",
-    "fault: freeze",
-    "fault: kill",
-    "fault: kill, peers not told",
-    "fault: proxy killed",
-    "fault: restart",
-    "fault: completion with an error",
-    "fault: completion lost",
-    "fault: completion twice",
-    "fault: completion stray",
-    "fault: link stands still",
-    "fault: flush never comes",
-    "fault: destroy fails",
-    "fault: post fails",
-    "fault: page corrupted",
-    "fault: page truncated",
-    "fault: stale lease",
-    "fault: stale epoch",
-    "fault: stale incarnation",
-    "fault: stale commit",
-    "fault: watermark goes back",
-    "fault: dead lease listed",
-    "fault: step fails",
-    "fault: step never ends",
-    "fault: client leaves",
-    "fault: clock drifts",
-];
-
-/// Ends, edges and reasons that 20,000 seeds must meet.
-const NAMED: &[&str] = &[
-    "slot ended: ok",
-    "slot ended: failed",
-    "slot ended: deadline",
-    "slot ended: cancelled",
-    "slot ended: channel stuck",
-    "read posted again",
-    "completion: late",
-    "completion: duplicate",
-    "completion: stray",
-    "post: unposted",
-    "post: lost with its channel",
-    "post: taken back",
-    "ladder: open to draining",
-    "ladder: draining to free",
-    "ladder: draining to quarantined",
-    "guard: released",
-    "guard: quarantined",
-    "lease: granted",
-    "lease: committed",
-    "lease: released",
-    "lease: unlisted",
-    "lease: aborted",
-    "lease: fenced",
-    "lease: fence unanswered",
-    "lease: ended with its session",
-    "lease: commit refused",
-    "lease: stale frame",
-    "attempt failed: stage_limit",
-    "attempt failed: deadline_exceeded",
-    "attempt failed: busy",
-    "attempt failed: aborted",
-    "attempt failed: peer_lost",
-    "attempt failed: read_failed",
-    "attempt failed: no_post",
-    "attempt failed: checksum",
-    "attempt failed: commit_refused",
-    "attempt failed: fenced",
-    "attempt failed: cancelled",
-    "attempt failed: violation",
-    "commit answered: ok",
-    "commit answered: unknown",
-    "commit answered: expired",
-    "commit answered: aborted",
-    "commit answered: mismatch",
-    "session ended: violation",
-    "session ended: silent",
-    "session ended: disconnected",
-    "session ended: fence_unanswered",
-    "session ended: superseded",
-    "session ended: channel_stuck",
-    "handshake failed",
-    "request: finished",
-    "request: failed, deadline_exceeded",
-    "request: failed, peer_lost",
-    "request: failed, engine_failed",
-    "request: failed, not_ready",
-    "request: client left",
-    "request: computed here",
-    "request: migrated",
-    "request: retried",
-    "request: ended with its first token",
-    "later request: finished",
-    "sequence preempted",
-    "node aborted by its sentinel",
-];
-
-/// Pairs of the pull engine that must be met.
-fn pull_pairs() -> impl Iterator<Item = (AttemptPhase, &'static str)> {
-    use AttemptPhase::{Asked, Committing, Pulling, Stopping};
-    let asked = [
-        "granted",
-        "busy",
-        "first_token",
-        "watermark",
-        "complete",
-        "cancel",
-        "session_ended",
-        "tick",
-        "fence_query",
-        "aborted",
-    ];
-    let pulling = [
-        "granted",
-        "watermark",
-        "first_token",
-        "complete",
-        "aborted",
-        "fence_query",
-        "read_done",
-        "read_ended",
-        "not_posted",
-        "checked",
-        "checked_wrong",
-        "cancel",
-        "session_ended",
-        "tick",
-    ];
-    let committing = [
-        "commit_answer",
-        "aborted",
-        "fence_query",
-        "cancel",
-        "session_ended",
-        "tick",
-        "complete",
-    ];
-    let stopping = [
-        "quiet",
-        "stuck",
-        "fence_query",
-        "session_ended",
-        "watermark",
-        "complete",
-        "aborted",
-        "first_token",
-        "cancel",
-    ];
-    (asked.into_iter().map(|event| (Asked, event)))
-        .chain(pulling.into_iter().map(|event| (Pulling, event)))
-        .chain(committing.into_iter().map(|event| (Committing, event)))
-        .chain(stopping.into_iter().map(|event| (Stopping, event)))
+/// What cannot be met, of a machine.
+fn never(machine: &str) -> &'static [(&'static str, &'static [&'static str], &'static str)] {
+    match machine {
+        "pull" => PULL_NEVER,
+        "lease" => LEASE_NEVER,
+        _ => &[],
+    }
 }
 
-/// Pairs of the lease table that must be met.
-const LEASE_PAIRS: &[(&str, &[&str])] = &[
-    ("asked", &["session ended"]),
-    (
-        "building",
-        &[
-            "watermark",
-            "complete",
-            "read",
-            "renew, listed",
-            "cancel",
-            "release",
-            "session ended",
-            "tick",
-            "renew, not listed",
-            "commit",
-        ],
-    ),
-    (
-        "complete",
-        &[
-            "commit",
-            "read",
-            "renew, listed",
-            "renew, not listed",
-            "cancel",
-            "release",
-            "session ended",
-            "tick",
-        ],
-    ),
-    (
-        "aborted",
-        &[
-            "release",
-            "renew, not listed",
-            "session ended",
-            "read",
-            "tick",
-            "commit",
-        ],
-    ),
-    (
-        "fencing",
-        &["fence answer", "release", "session ended", "tick", "commit"],
-    ),
-    ("draining", &["tick"]),
-    (
-        "gone",
-        &["commit", "release", "cancel", "fence answer", "read"],
-    ),
-];
+fn product<'a>(
+    machine: &'static str,
+    phases: impl Iterator<Item = &'a str>,
+    events: &[&str],
+) -> Vec<String> {
+    let possible = |phase: &str, event: &str| {
+        let never =
+            |(of, events, _): &(&str, &[&str], &str)| *of == phase && events.contains(&event);
+        let rare = |(of, at, what, _): &(&str, &str, &str, &str)| {
+            (*of, *at, *what) == (machine, phase, event)
+        };
+        !self::never(machine).iter().any(never) && !RARE.iter().any(rare)
+    };
+    phases
+        .flat_map(|phase| {
+            let met = events.iter().filter(move |event| possible(phase, event));
+            met.map(move |event| pair_name(machine, phase, event))
+        })
+        .collect()
+}
 
 fn expected() -> Vec<String> {
     let names = FAULTS.iter().chain(NAMED).map(|name| (*name).to_owned());
-    let pulls = pull_pairs().map(|(phase, event)| pair_name("pull", phase.label(), event));
-    let leases = LEASE_PAIRS
-        .iter()
-        .flat_map(|(phase, events)| (events.iter()).map(|event| pair_name("lease", phase, event)));
-    names.chain(pulls).chain(leases).collect()
+    let pulls = PULL_PHASES.iter().map(|phase: &AttemptPhase| phase.label());
+    names
+        .chain(product("pull", pulls, PULL_EVENTS))
+        .chain(product("lease", LEASE_PHASES.iter().copied(), LEASE_EVENTS))
+        .collect()
 }

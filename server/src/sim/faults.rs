@@ -1,12 +1,16 @@
 //! What goes wrong in a run: each fault strikes on its time, if it finds what it strikes.
 
 use super::clock::ms;
-use super::context::{FrameFault, WireFault};
-use super::coverage::FAULTS;
+use super::context::{Aimed, Blow, FrameFault, MOMENTS, OutOfTurn, Strike, WireFault};
+use super::expected::FAULTS;
+use super::node::{LIVENESS, TTLS};
 use super::world::{Event, World};
 use kvserve_kv::session::Role;
-use kvserve_kv::transport::sim::{Flush, LinkId, OpFault};
+use kvserve_kv::transport::sim::{Flush, LinkId, LinkKind, OpFault};
 use kvserve_runtime::Nanos;
+
+/// A draining node has so many looks, 100 ms apart, until it goes anyway.
+const DRAIN_LOOKS_MAX: u32 = 30;
 
 /// Faults of one run at least.
 const FAULTS_MIN: u64 = 3;
@@ -37,7 +41,11 @@ impl World {
             ];
             let name = self.context.rng.pick(&sure);
             for _ in 0..self.places.len() * 4 {
-                if self.strike_named(name) {
+                let struck = match name {
+                    "fault: freeze" => self.freeze(),
+                    _ => self.kill(name, name != "fault: kill"),
+                };
+                if struck {
                     break;
                 }
             }
@@ -47,11 +55,22 @@ impl World {
     fn strike_named(&mut self, name: &'static str) -> bool {
         match name {
             "fault: frame lost" => self.arm_frame(FrameFault::Lose),
+            "fault: frame doubled" if self.context.rng.percent(25) => self.double_all(),
             "fault: frame doubled" => self.arm_frame(FrameFault::Double),
             "fault: stale commit" => {
                 let part = self.context.rng.below(3) as u8;
                 self.arm_frame(FrameFault::StaleCommit(part))
             }
+            "fault: commit out of turn" => {
+                let when = [OutOfTurn::Asked, OutOfTurn::Granted, OutOfTurn::Stopped];
+                let when = self.context.rng.pick(&when);
+                self.arm_frame(FrameFault::OutOfTurn(when))
+            }
+            "fault: lease given up" => {
+                let at_peer = self.context.rng.percent(50);
+                self.aim(Strike::GiveUp, at_peer)
+            }
+            "fault: node drains" => self.drain(),
             "fault: watermark goes back" => self.arm_frame(FrameFault::WatermarkBack),
             "fault: frame late" => {
                 let span = self.context.rng.range(ms(5), ms(1500));
@@ -61,6 +80,15 @@ impl World {
             "fault: bytes truncated" => self.arm_wire(WireFault::Truncate),
             "fault: bytes replayed" => self.arm_wire(WireFault::Replay),
             "fault: bytes reordered" => self.arm_wire(WireFault::Reorder),
+            "fault: partition"
+            | "fault: freeze"
+            | "fault: kill"
+            | "fault: kill, peers not told"
+            | "fault: client leaves"
+                if self.context.rng.percent(50) =>
+            {
+                self.aim_named(name)
+            }
             "fault: partition" => self.partition(),
             "fault: freeze" => self.freeze(),
             "fault: kill" => self.kill(name, false),
@@ -77,7 +105,11 @@ impl World {
             "fault: restart" => self.kill("fault: kill", false),
             "fault: completion with an error" => {
                 let code = self.context.rng.range(1, 40) as u32;
-                self.arm_op(name, OpFault::Error(code))
+                let fault = match self.context.rng.percent(50) {
+                    true => OpFault::Errors(code),
+                    false => OpFault::Error(code),
+                };
+                self.arm_op(name, fault)
             }
             "fault: completion lost" => self.arm_op(name, OpFault::Lost),
             "fault: completion twice" => self.arm_op(name, OpFault::Duplicate),
@@ -112,6 +144,113 @@ impl World {
             "fault: clock drifts" => true,
             _ => unreachable!("a fault without an arm: {name}"),
         }
+    }
+
+    // ---- at a moment --------------------------------------------------------------------------
+
+    fn aim(&mut self, strike: Strike, at_peer: bool) -> bool {
+        // What freezes here meets its lease's fence with everything in place.
+        let tender = ["attempt posts its last read", "attempt stopping"];
+        let moment = match strike {
+            Strike::Freeze(_) if self.context.rng.percent(40) => self.context.rng.pick(&tender),
+            _ => self.context.rng.pick(MOMENTS),
+        };
+        self.context.armed.moments.push(Aimed {
+            moment,
+            strike,
+            at_peer,
+        });
+        true
+    }
+
+    fn aim_named(&mut self, name: &'static str) -> bool {
+        let strike = match name {
+            "fault: partition" => Strike::Cut(self.cut_span()),
+            "fault: freeze" => Strike::Freeze(self.freeze_span()),
+            "fault: client leaves" => Strike::Leave,
+            _ => Strike::Kill(name == "fault: kill, peers not told"),
+        };
+        let at_peer = self.context.rng.percent(50);
+        // What it had to say last may be lost, too.
+        if strike == Strike::Leave && self.context.rng.percent(40) {
+            for _ in 0..2 {
+                let lost = (None, FrameFault::LoseLastWord);
+                self.context.armed.frames.push(lost);
+            }
+        }
+        self.aim(strike, at_peer)
+    }
+
+    /// A strike whose moment has come.
+    pub fn blow(&mut self, blow: Blow) {
+        if self.context.calm {
+            return;
+        }
+        let node = blow.node;
+        match blow.strike {
+            Strike::Freeze(span) => {
+                self.freeze_node(node, span);
+            }
+            Strike::Kill(false) => {
+                self.kill_for_a_while("fault: kill", node, false);
+            }
+            Strike::Kill(true) => {
+                self.kill_for_a_while("fault: kill, peers not told", node, true);
+            }
+            Strike::Leave => {
+                if let Some(client) = blow.client.filter(|c| self.proxy.node_of(*c).is_some()) {
+                    self.context.fault("fault: client leaves");
+                    self.leave(client);
+                }
+            }
+            Strike::GiveUp => {
+                if let Some(there) = &mut self.places[node].node {
+                    there.gives_up = true;
+                    self.want_turn(node, 1_000);
+                }
+            }
+            Strike::Cut(span) => {
+                let other = self.context.rng.below(self.places.len() as u64) as usize;
+                if other != node {
+                    self.cut_nodes(node, other, span);
+                }
+            }
+        }
+    }
+
+    /// A node takes nothing new, ends what it has and goes; another life comes.
+    fn drain(&mut self) -> bool {
+        let node = self.context.rng.below(self.places.len() as u64) as usize;
+        let Some(there) = &mut self.places[node].node else {
+            return false;
+        };
+        there.draining = true;
+        self.context.fault("fault: node drains");
+        self.after(ms(100), Event::Drained { node, looks: 0 });
+        true
+    }
+
+    /// Whether a draining node is done, or has had its time.
+    pub fn drained(&mut self, node: usize, looks: u32) {
+        let there = self.places[node].node.as_ref();
+        let Some(there) = there.filter(|there| there.draining) else {
+            return;
+        };
+        if there.is_idle() || looks == DRAIN_LOOKS_MAX {
+            self.kill_node(node, false);
+            let span = self.context.rng.range(ms(1), ms(300));
+            return self.after(span, Event::Restart(node));
+        }
+        let looks = looks + 1;
+        self.after(ms(100), Event::Drained { node, looks });
+    }
+
+    /// Every frame of a node comes twice for a while.
+    fn double_all(&mut self) -> bool {
+        let node = self.context.rng.below(self.places.len() as u64) as usize;
+        let until = self.context.time + self.context.rng.range(ms(500), ms(4000));
+        self.context.armed.doubled = Some((node, until));
+        true
     }
 
     fn arm_frame(&mut self, fault: FrameFault) -> bool {
@@ -169,7 +308,9 @@ impl World {
         let one_sided: Vec<LinkId> = {
             let fabric = self.fabric.borrow();
             let links = fabric.live().map(|(link, ..)| link);
-            links.filter(|link| fabric.is_one_sided(*link)).collect()
+            links
+                .filter(|link| fabric.kind(*link) == LinkKind::OneSided)
+                .collect()
         };
         if one_sided.is_empty() {
             return false;
@@ -204,26 +345,44 @@ impl World {
         if one == other {
             return false;
         }
+        let span = self.cut_span();
+        self.cut_nodes(one, other, span);
+        true
+    }
+
+    fn cut_span(&mut self) -> u64 {
+        self.context.rng.range(ms(20), ms(2800))
+    }
+
+    fn cut_nodes(&mut self, one: usize, other: usize, span: u64) {
         self.context.fault("fault: partition");
-        let span = self.context.rng.range(ms(20), ms(2800));
         let until = self.context.time + span;
         self.cuts.insert((one.min(other), one.max(other)), until);
-        true
     }
 
     fn freeze(&mut self) -> bool {
         let node = self.context.rng.below(self.places.len() as u64) as usize;
+        let span = self.freeze_span();
+        self.freeze_node(node, span)
+    }
+
+    fn freeze_span(&mut self) -> u64 {
+        let (from, to) = self.context.rng.pick(&[
+            (ms(20), ms(900)),
+            (ms(20), ms(900)),
+            // Longer than a short lease lives, shorter than a silent session.
+            (TTLS[1].as_nanos() as u64, LIVENESS.dead.as_nanos() as u64),
+            (ms(900), ms(5200)),
+        ]);
+        self.context.rng.range(from, to)
+    }
+
+    fn freeze_node(&mut self, node: usize, span: u64) -> bool {
         let place = &mut self.places[node];
         if place.node.is_none() || place.frozen_until.is_some() {
             return false;
         }
-        let short = self.context.rng.percent(50);
-        let (from, to) = if short {
-            (ms(20), ms(900))
-        } else {
-            (ms(900), ms(5200))
-        };
-        let until = self.context.time + self.context.rng.range(from, to);
+        let until = self.context.time + span;
         place.frozen_until = Some(until);
         place.freeze_token += 1;
         let token = place.freeze_token;
@@ -236,6 +395,10 @@ impl World {
 
     fn kill(&mut self, name: &'static str, silent: bool) -> bool {
         let node = self.context.rng.below(self.places.len() as u64) as usize;
+        self.kill_for_a_while(name, node, silent)
+    }
+
+    fn kill_for_a_while(&mut self, name: &'static str, node: usize, silent: bool) -> bool {
         if self.places[node].node.is_none() {
             return false;
         }

@@ -97,6 +97,7 @@ pub fn request(prompt: Vec<u32>, max_tokens: u32, deadline: Deadline) -> Generat
             ..SamplingParams::default()
         },
         stop_token_ids: (0..STOP_IDS).collect(),
+        cache_salt: String::new(),
         deadline,
         label: String::new(),
     }

@@ -169,7 +169,11 @@ fn node_flags(child: &mut Vec<String>, args: &UpArgs, nodes: usize, cpu: usize) 
         flag(child, "--engine-cores", join(&list.0));
     }
     flag(child, "--transport", node.transport.choice().label());
+    if let Some(device) = &node.rdma_device {
+        flag(child, "--rdma-device", device);
+    }
     flag(child, "--checksums", node.checksums);
+    flag(child, "--prefix-cache", node.prefix_cache.label());
     if node.spin {
         child.push("--spin".into());
     }

@@ -70,7 +70,7 @@ fn lost_late_duplicate_and_failed_completions_never_hang_or_lie() {
         return skipped("lost_late_duplicate_and_failed_completions_never_hang_or_lie");
     };
     let _turn = one_at_a_time();
-    let cluster = Cluster::start(&Options::up(model));
+    let cluster = Cluster::start(&Options::up(model).arg("--prefix-cache off"));
     for spec in [
         "completion=lose@1",
         "completion=late:500ms@1",
@@ -91,7 +91,9 @@ fn a_lost_completion_with_a_lost_flush_quarantines_what_it_cannot_prove() {
         return skipped("a_lost_completion_with_a_lost_flush_quarantines_what_it_cannot_prove");
     };
     let _turn = one_at_a_time();
-    let cluster = Cluster::start(&Options::up(model).arg("--chaos completion=lose@1,flush=lose@1"));
+    let cluster = Cluster::start(
+        &Options::up(model).arg("--prefix-cache off --chaos completion=lose@1,flush=lose@1"),
+    );
     let case = &fixture("smollm2-q4_1-greedy.json")[0];
     let decode = cluster.role(3)[0];
     let answer = cluster.complete(&ids_request(&case.prompt_ids, 16));
@@ -115,7 +117,8 @@ fn a_request_whose_time_runs_out_gets_a_504_in_time() {
     };
     let _turn = one_at_a_time();
     let cluster = Cluster::start(
-        &Options::up(model).arg("--chaos completion=lose@1 --request-timeout 300ms"),
+        &Options::up(model)
+            .arg("--prefix-cache off --chaos completion=lose@1 --request-timeout 300ms"),
     );
     let case = &fixture("smollm2-q4_1-greedy.json")[0];
     let body = ids_request(&case.prompt_ids, 16);

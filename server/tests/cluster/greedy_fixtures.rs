@@ -63,7 +63,7 @@ fn a_migration_changes_no_token_and_no_logprob() {
         return skipped("a_migration_changes_no_token_and_no_logprob");
     };
     let _turn = one_at_a_time();
-    let cluster = Cluster::start(&Options::up(model));
+    let cluster = Cluster::start(&Options::up(model).arg("--prefix-cache off"));
     let cases = fixture(SMOLLM2);
     equal_exactly(&cluster, &cases);
     let decode = cluster.role(3)[0];

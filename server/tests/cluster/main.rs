@@ -11,6 +11,8 @@ mod completions_go_wrong;
 mod concurrent_streams;
 mod greedy_fixtures;
 mod node_dies;
+mod prefix_cache;
+mod rdma;
 mod sampling_rules;
 mod sigterm_drains;
 mod up_command;

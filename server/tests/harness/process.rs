@@ -204,7 +204,8 @@ impl Cluster {
         get(node, "/debug/pages").expect("pages").json()
     }
 
-    /// Waits until every node has all its pages free, but for `quarantined`.
+    /// Waits until every node has all its pages free or only its prefix cache's, but for
+    /// `quarantined`.
     pub fn ledgers_restored(&self, what: &str) {
         eventually(what, Duration::from_secs(10), || {
             let nodes = self.nodes();
@@ -216,7 +217,8 @@ impl Cluster {
                     return false;
                 };
                 let count = |name: &str| pages[name].as_u64().unwrap_or(u64::MAX);
-                count("free").saturating_add(count("quarantined")) == count("total")
+                let back = count("free").saturating_add(count("evictable"));
+                back.saturating_add(count("quarantined")) == count("total")
                     && node["unfinished"] == 0
             });
             (!nodes.is_empty() && all).then_some(())

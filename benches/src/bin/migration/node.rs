@@ -49,6 +49,7 @@ impl Node {
             pool: Some(pool.clone()),
             ledger: Some(ledger.clone()),
             prefill: service(&pool, &ledger),
+            verbs: None,
             chaos: None,
             events: Rc::new(Loud),
         };
@@ -64,6 +65,7 @@ impl Node {
             api_url: String::new(),
             checksums: args.checksums,
             transport: args.path,
+            rdma: Default::default(),
             limits: PeerLimits::default(),
         };
         let peers = PeerHub::start(shard, &hub, config, parts).expect("a peer hub");

@@ -181,6 +181,10 @@ impl<T: Transport> CompletionSource for ChaosTransport<T> {
         self.inner.in_flight() + self.held.len()
     }
 
+    fn busy(&self) -> bool {
+        self.inner.busy()
+    }
+
     fn kill(&mut self, channel: ChannelId) {
         self.inner.kill(channel);
         self.held

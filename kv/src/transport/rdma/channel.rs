@@ -17,7 +17,7 @@ use super::ring::{Posted, SendRing, Stray};
 use super::transport::{CompletionShare, RdmaCounters};
 use super::verbs::{Ended, QueuePair, ReadWork, WorkBatch};
 use crate::pool::PageId;
-use crate::transport::places::{LearnError, Place, Places};
+use crate::transport::places::{LearnError, PeerPlaces, Place};
 use crate::transport::tcp::ChannelState;
 use crate::transport::{Read, code};
 use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, Reap, WorkId};
@@ -101,7 +101,7 @@ pub(super) struct Channel {
     killed: bool,
     remote: Remote,
     ring: SendRing,
-    places: Places,
+    places: PeerPlaces,
     queue: VecDeque<Pending>,
     /// Serial number of the queue's front.
     front: u64,
@@ -121,6 +121,7 @@ impl Channel {
         id: ChannelId,
         pair: QueuePair,
         remote: Remote,
+        places: PeerPlaces,
         depth: usize,
         first: u64,
         share: CompletionShare,
@@ -133,7 +134,7 @@ impl Channel {
             killed: false,
             remote,
             ring: SendRing::new(depth, first),
-            places: Places::default(),
+            places,
             queue: VecDeque::new(),
             front: 0,
             cursor: 0,
@@ -210,7 +211,7 @@ impl Channel {
     /// Queues one read. The caller has checked the read and the room. A read of places that are
     /// not known fails in its turn, alone: nothing of it is posted.
     pub(super) fn queue(&mut self, position: u64, read: Read) {
-        let from = self.places.of(&read).map(<[Place]>::to_vec);
+        let from = self.places.of(&read);
         let outcome = match from {
             Some(_) => None,
             None => Some(CompletionStatus::Error(code::NO_PLACE)),
@@ -252,7 +253,6 @@ impl Channel {
         self.front += self.queue.len() as u64;
         self.queue.clear();
         self.cursor = 0;
-        self.places.clear();
         self.stop();
     }
 

@@ -5,6 +5,7 @@ use super::cut::{CutRule, REQUEST_BYTES_MAX};
 use super::endpoint::{BadEndpoint, Endpoint, packet_number};
 use super::transport::{CompletionShare, RdmaError, RdmaTransport};
 use super::verbs::{PairLimits, PairPath, QueuePair, Responder};
+use crate::transport::places::PeerPlaces;
 use kvserve_runtime::ChannelId;
 
 /// A queue pair that waits for the other end's answer. Dropping it destroys it.
@@ -119,7 +120,8 @@ impl RdmaTransport {
         Ok(Prepared { pair, share, ours })
     }
 
-    /// Connects a prepared queue pair with the end that serves, as `channel`.
+    /// Connects a prepared queue pair with the end that serves, as `channel`. Reads on it are of
+    /// the leases that `places` knows.
     ///
     /// # Errors
     /// [`RdmaError`]; the queue pair is gone then.
@@ -128,6 +130,7 @@ impl RdmaTransport {
         channel: ChannelId,
         prepared: Prepared,
         theirs: &Endpoint,
+        places: &PeerPlaces,
     ) -> Result<(), RdmaError> {
         let Prepared {
             mut pair,
@@ -173,7 +176,7 @@ impl RdmaTransport {
         };
         let depth = self.depth() as usize;
         let first = self.numbers[index];
-        let opened = Channel::new(channel, pair, remote, depth, first, share);
+        let opened = Channel::new(channel, pair, remote, places.clone(), depth, first, share);
         self.channels[index] = Some(Box::new(opened));
         self.live.push(channel.index);
         Ok(())

@@ -27,6 +27,7 @@
 //! | `ring.rs` | requests on their way, closed by number |
 //! | `channel.rs` | one queue pair that pulls |
 //! | `connect.rs` | from RESET to use; the side that serves |
+//! | `doctor.rs` | what stands in the way of RDMA here, in words |
 //! | `transport.rs` | [`RdmaTransport`]: what a shard polls |
 
 pub mod address;
@@ -34,11 +35,13 @@ mod channel;
 pub mod config;
 mod connect;
 mod cut;
+pub mod doctor;
 pub mod endpoint;
 mod ring;
 mod transport;
 pub mod verbs;
 
+pub use super::places::PeerPlaces;
 pub use config::RdmaConfig;
 pub use connect::{Prepared, ServedId};
 pub use endpoint::Endpoint;

@@ -358,11 +358,16 @@ impl CompletionSource for ShmTransport {
     fn arm(&mut self) -> Option<RawFd> {
         self.armed = true;
         // A copy that waits needs nobody but this shard: it must not park.
-        let work = !self.done.is_empty() || self.queued() > 0;
+        let work = self.busy();
         self.timer.set(work.then_some(Nanos(0)));
         let mut channels = self.channels.iter().flatten();
         let open = channels.any(|channel| channel.is_open());
         (open || work).then(|| self.epoll.as_raw_fd())
+    }
+
+    /// A copy needs nobody but this shard.
+    fn busy(&self) -> bool {
+        !self.done.is_empty() || self.queued() > 0
     }
 
     fn in_flight(&self) -> usize {

@@ -4,7 +4,7 @@ use super::{Slab, SourceId};
 use crate::completion::channel::Entry;
 use crate::completion::effects::Order;
 use crate::completion::ids::{ChannelId, EndReason};
-use crate::completion::ladder::{self, Action, Event};
+use crate::completion::ladder::{self, Action, Event, Phase};
 use crate::completion::slot::State;
 use crate::source::Reap;
 use crate::time::Nanos;
@@ -44,6 +44,14 @@ impl Slab {
         let channel = &mut self.channels[number as usize];
         let (phase, action) = ladder::step(channel.phase, event, &channel.rule, now);
         let was_stopping = channel.phase.is_stopping();
+        match (channel.phase, phase) {
+            (Phase::Open, Phase::Grace(_)) => self.counters.channels_graced += 1,
+            (Phase::Grace(_), Phase::Open) => self.counters.channels_recovered += 1,
+            (Phase::Grace(_), Phase::Draining { .. }) => {
+                self.counters.channels_killed_in_grace += 1;
+            }
+            _ => {}
+        }
         channel.phase = phase;
         match (was_stopping, phase.is_stopping()) {
             (false, true) => self.stopping.push(number),

@@ -8,6 +8,7 @@ use crate::sim::context::Context;
 use crate::sim::keeper::Keeper;
 use crate::sim::lane::SimLane;
 use crate::sim::model::PAGE_TOKENS;
+use kvserve_kv::PageId;
 use kvserve_kv::transport::sim::SimMemory;
 use kvserve_model::Step;
 use kvserve_runtime::completion::Hub;
@@ -77,8 +78,9 @@ impl Engine {
         keeper.ledger.with(|ledger| scheduler.remove(id, ledger));
     }
 
-    pub(super) fn prove(&mut self, id: SequenceId) -> bool {
-        self.scheduler.prove(id)
+    pub(super) fn prove(&mut self, keeper: &Keeper, id: SequenceId, pulled: &[PageId]) -> bool {
+        let scheduler = &mut self.scheduler;
+        (keeper.ledger).with(|ledger| scheduler.prove(id, pulled, ledger))
     }
 
     pub(super) fn wait(&self) -> Option<&Wait> {
@@ -201,6 +203,9 @@ impl Node {
     fn deliver(&mut self, context: &mut Context, events: Vec<SchedulerEvent>) {
         for event in events {
             let (id, event) = match event {
+                SchedulerEvent::Cached { sequence, tokens } => {
+                    (sequence, SequenceEvent::Cached(tokens))
+                }
                 SchedulerEvent::Computed { sequence, computed } => {
                     (sequence, SequenceEvent::Computed(computed))
                 }

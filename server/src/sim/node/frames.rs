@@ -45,11 +45,13 @@ impl Node {
             context.note(|| format!("{} hears {}", self.plan.name, brief(&frame)));
         }
         match frame {
-            // Places are only told to peers that have mapped a pool, which these have not.
+            // Places and queue pairs are of peers with such a path, which these have not.
             Frame::Heartbeat
             | Frame::ReleaseAnswer { .. }
             | Frame::App { .. }
-            | Frame::Places { .. } => {}
+            | Frame::Places { .. }
+            | Frame::RdmaAsk { .. }
+            | Frame::RdmaAnswer { .. } => {}
             Frame::Prefill {
                 id,
                 left_ns,
@@ -158,13 +160,14 @@ impl Node {
         let Some(session) = self.sessions.get_mut(&number).filter(|s| !s.ended) else {
             return;
         };
-        let strike = (context.armed).strikes(self.plan.index, frame, &mut context.rng);
+        let time = context.time;
+        let strike = (context.armed).strikes(time, self.plan.index, frame, &mut context.rng);
         let idle = matches!(frame, Frame::Heartbeat);
         let mut times = 1;
         let mut other = None;
         match strike {
             None => {}
-            Some(FrameFault::Lose) => {
+            Some(FrameFault::Lose | FrameFault::LoseLastWord) => {
                 context.note(|| format!("{}: lost {}", self.plan.name, brief(frame)));
                 return context.fault("fault: frame lost");
             }
@@ -176,6 +179,8 @@ impl Node {
                 context.fault("fault: stale commit");
                 other = Some(stale(frame, part));
             }
+            // Never drawn for a frame: it makes one.
+            Some(FrameFault::OutOfTurn(_)) => {}
             Some(FrameFault::WatermarkBack) => {
                 context.fault("fault: watermark goes back");
                 if let Frame::Watermark { id, lease, .. } = frame {

@@ -1,6 +1,6 @@
 //! The lease table of a node: what it asks for, the peer's frames, reads of leased pages, time.
 
-use super::{Key, LEASES, LIVENESS, Node, RENEW};
+use super::{Key, LIVENESS, Node, RENEW};
 use crate::sim::check::Invariant;
 use crate::sim::context::Context;
 use crate::sim::keeper::LeaseShadow;
@@ -34,6 +34,7 @@ impl Node {
             LeaseEffect::CancelProducer(number, id) => {
                 if let Some(producer) = self.producers.get_mut(&(number, id)) {
                     producer.cancelled = true;
+                    producer.lets_go_at = self.turned_at.after(producer.late);
                 }
             }
             LeaseEffect::Free(pages) => {
@@ -52,6 +53,17 @@ impl Node {
         frame: &Frame,
     ) {
         let now = self.turned_at;
+        let moment = match frame {
+            Frame::Granted { .. } => Some("lease granted"),
+            Frame::Watermark { .. } => Some("lease watermark"),
+            Frame::Complete { .. } => Some("lease complete"),
+            Frame::Aborted { .. } => Some("lease aborted"),
+            Frame::FenceQuery { .. } => Some("lease fenced"),
+            _ => None,
+        };
+        if let Some(moment) = moment {
+            context.moment(self.plan.index, None, None, moment);
+        }
         let mut leases = self.keeper.leases.borrow_mut();
         match frame {
             Frame::Granted { lease, .. } => {
@@ -114,9 +126,8 @@ impl Node {
     // ---- the peer's frames --------------------------------------------------------------------
 
     pub(super) fn lease_pair(&self, context: &mut Context, key: Key, event: &'static str) {
-        let views = self.leases.views();
-        let of = views.iter().find(|view| (view.session, view.id) == key);
-        let phase = of.map_or("gone", |view| view.phase.label());
+        let phase = self.leases.phase(key.0, key.1);
+        let phase = phase.map_or("gone", LeasePhase::label);
         context.coverage.pair("lease", phase, event);
     }
 
@@ -135,6 +146,7 @@ impl Node {
                 pages,
             } => {
                 self.lease_pair(context, (number, id), "commit");
+                context.moment(self.plan.index, None, None, "lease commit heard");
                 let mut effects = Vec::new();
                 let now = self.turned_at;
                 (self.leases).commit(now, number, id, grantor, lease, epoch, pages, &mut effects);
@@ -268,7 +280,8 @@ impl Node {
             let idle = now.since(shadow.moved_at);
             let over = now.since(shadow.deadline);
             drop(leases);
-            if idle > LEASES.ttl * 2 + slack || over > LEASES.ttl + slack {
+            let ttl = self.plan.ttl;
+            if idle > ttl * 2 + slack || over > ttl + slack {
                 let what = format!(
                     "lease {} lives on: nothing moved for {idle:?}, its request is over for {over:?} (L2)",
                     view.lease
@@ -291,14 +304,18 @@ impl Node {
         if ask.incarnation != self.incarnation {
             return Err(5);
         }
+        let mut lease = ask.lease;
+        // A stale key is one whose lease is over: one that lives would only be the wrong one.
+        if lease != ask.posted && self.leases.phase_of_lease(lease).is_some() {
+            lease = 0;
+        }
         let number = PeerSession(ask.session);
-        let id = (self.leases.views().iter())
-            .find(|view| view.session == number && view.lease == ask.lease && ask.lease != 0)
-            .map(|view| view.phase.label());
-        (context.coverage).pair("lease", id.unwrap_or("gone"), "read");
-        let read = (self.leases).read(now, number, ask.lease, ask.epoch, ask.first, ask.count);
+        let phase = self.leases.phase_of_lease(lease);
+        let phase = phase.map_or("gone", LeasePhase::label);
+        context.coverage.pair("lease", phase, "read");
+        let read = (self.leases).read(now, number, lease, ask.epoch, ask.first, ask.count);
         let pages = read.map_err(|_| 1u32)?.to_vec();
-        if let Some(shadow) = self.keeper.leases.borrow_mut().get_mut(&ask.lease) {
+        if let Some(shadow) = self.keeper.leases.borrow_mut().get_mut(&lease) {
             shadow.moved_at = now;
         }
         let (token, shadow) = self.keeper.guard(&pages);

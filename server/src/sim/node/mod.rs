@@ -41,18 +41,19 @@ use kvserve_kv::lease::{LeaseLimits, LeaseTable, PeerSession};
 use kvserve_kv::pull::{PullLimits, PullNews};
 use kvserve_kv::session::frame::DataOpen;
 use kvserve_kv::session::{AttemptId, LivenessLimits, PeerKey, RefuseReason, Role};
-use kvserve_kv::transport::sim::{Fabric, Flush, SimMemory, SimTransport};
-use kvserve_kv::{ChecksumMode, PageId};
+use kvserve_kv::transport::sim::{Fabric, Flush, LinkKind, SimMemory, SimTransport};
+use kvserve_kv::{ChecksumMode, PageId, PoolMemory};
 use kvserve_runtime::completion::{Hub, HubLimits, SlotId, SourceId};
 use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
 use reads::{CREDITS, PostArgs};
 use request::Request;
-use serve::Producer;
+use serve::{Ask, Producer};
 use session::{Line, Session};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Heartbeats of the simulated cluster. Its times are shorter than PROTOCOL 9's, in the same
@@ -63,9 +64,13 @@ pub const LIVENESS: LivenessLimits = LivenessLimits {
     dead: Duration::from_millis(1800),
 };
 
+/// Lives of leases. The shorter one is over before a silent session is: a node that stands still
+/// that long meets fences.
+pub const TTLS: [Duration; 2] = [Duration::from_millis(2500), Duration::from_millis(1300)];
+
 /// Leases of the simulated cluster.
 pub const LEASES: LeaseLimits = LeaseLimits {
-    ttl: Duration::from_millis(2500),
+    ttl: TTLS[0],
     fence: Duration::from_millis(700),
     leases_max: 64,
     tombstones_max: 256,
@@ -180,8 +185,28 @@ pub struct NodePlan {
     pub dials: Vec<usize>,
     /// How much checksums cover.
     pub checksums: ChecksumMode,
-    /// Whether its reads are one-sided.
-    pub one_sided: bool,
+    /// How it reads peers' pages.
+    pub reads: LinkKind,
+    /// Whether its own pages have generations, so that peers may map them.
+    pub is_mapped: bool,
+    /// How long a lease of its lives.
+    pub ttl: Duration,
+    /// Pages of one read at most.
+    pub read_pages: usize,
+    /// Requests that run at once.
+    pub running_max: usize,
+    /// Requests that wait at most.
+    pub queued_max: usize,
+}
+
+impl NodePlan {
+    /// Limits of its leases.
+    pub fn leases(&self) -> LeaseLimits {
+        LeaseLimits {
+            ttl: self.ttl,
+            ..LEASES
+        }
+    }
 }
 
 /// One life of a node.
@@ -222,6 +247,14 @@ pub struct Node {
     pub(super) lists_the_dead_until: Nanos,
     /// A later start of this node's id is known: it exits.
     pub(super) superseded: bool,
+    /// It was frozen until just now.
+    pub(super) thawed: bool,
+    /// It gives one of its leases up in its next turn.
+    pub(super) gives_up: bool,
+    /// It takes nothing new any more.
+    pub(super) draining: bool,
+    /// Prompts of peers that the service has not answered yet.
+    asks: Vec<Ask>,
     overdue: BTreeMap<(u32, u32), Nanos>,
     stopping: BTreeMap<(u32, u32), Nanos>,
 }
@@ -236,9 +269,11 @@ impl Node {
         key: PeerKey,
     ) -> Self {
         clock::set(now);
-        let keeper = Keeper::new(plan.pages);
+        let pool = plan.is_mapped.then(|| generations(plan.pages));
+        let keeper = Keeper::new(plan.pages, pool.clone());
         let memory = Rc::new(SimMemory::new(plan.pages, PAGE_BYTES));
-        let endpoint = (fabric.borrow_mut()).attach(incarnation, memory.clone(), keeper.clone());
+        let (bytes, witness) = (memory.clone(), keeper.clone());
+        let endpoint = (fabric.borrow_mut()).attach(incarnation, bytes, witness, pool);
         let limits = HubLimits { slots_max: 1024 };
         let hub = Hub::with_clock(limits, keeper.clone(), clock::now);
         let transport = Rc::new(RefCell::new(SimTransport::new(fabric.clone(), endpoint)));
@@ -259,7 +294,7 @@ impl Node {
             transport,
             transport_source,
             engine,
-            leases: LeaseTable::new(incarnation, LEASES),
+            leases: LeaseTable::new(incarnation, plan.leases()),
             producers: BTreeMap::new(),
             sessions: BTreeMap::new(),
             session_last: 0,
@@ -282,6 +317,10 @@ impl Node {
             key,
             lists_the_dead_until: Nanos(0),
             superseded: false,
+            thawed: false,
+            gives_up: false,
+            draining: false,
+            asks: Vec::new(),
             overdue: BTreeMap::new(),
             stopping: BTreeMap::new(),
             plan,
@@ -297,8 +336,11 @@ impl Node {
         self.release_served();
         if away >= AWAY_LONG {
             self.expire(context);
-            self.overdue.clear();
-            self.stopping.clear();
+        }
+        if std::mem::take(&mut self.thawed) {
+            // What stands still waits, too: the bounds count a process's own time.
+            let marks = self.overdue.values_mut().chain(self.stopping.values_mut());
+            marks.for_each(|since| *since = since.after(away));
         }
         let mut steps = [0u8, 1, 2, 3, 4, 5];
         for place in (1..steps.len()).rev() {
@@ -343,6 +385,7 @@ impl Node {
         at = at.min(self.next_dial());
         at = at.min(self.next_pull(now));
         at = at.min(self.next_request(now));
+        at = at.min(self.next_service());
         at.max(now.after(SOON))
     }
 
@@ -379,12 +422,20 @@ impl Node {
             Role::Decode => self.sessions.values().any(|session| session.can_pull()),
             Role::Hybrid | Role::Prefill | Role::Proxy => true,
         };
-        healthy && paired
+        healthy && paired && !self.draining
     }
 
     /// Names of slots, for checks.
     fn slot_name(slot: SlotId) -> (u32, u32) {
         (slot.index, slot.generation)
+    }
+}
+
+/// A pool of which only the generation words are used: the ledger raises them, readers look.
+fn generations(pages: usize) -> Arc<PoolMemory> {
+    match PoolMemory::memfd(pages, 64) {
+        Ok(pool) => Arc::new(pool),
+        Err(error) => panic!("no memfd of {pages} small pages for a simulated node: {error}"),
     }
 }
 

@@ -5,14 +5,14 @@ use super::reads::{OutRead, PostArgs};
 use super::wait::Wait;
 use super::{Key, Node};
 use crate::sim::check::Invariant;
-use crate::sim::context::Context;
+use crate::sim::context::{Context, OutOfTurn};
 use crate::sim::coverage::pull_event;
 use crate::sim::model::{self, KV_BYTES, PAGE_TOKENS};
 use kvserve_kv::checksum::checksum;
 use kvserve_kv::credits::Short;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::pull::{Attempt, AttemptPhase, FailReason, PullEffect, PullEvent, PullNews};
-use kvserve_kv::session::RefuseReason;
+use kvserve_kv::session::{Frame, RefuseReason};
 use kvserve_kv::{PageId, Transport};
 use kvserve_runtime::{Deadline, Nanos};
 use std::collections::VecDeque;
@@ -92,19 +92,62 @@ impl Node {
         let mut events = VecDeque::from([event]);
         let mut effects = Vec::new();
         let mut ended = false;
+        let mut moments = Vec::new();
+        let mut out_of_turn = None;
         while let Some(event) = events.pop_front() {
             if event == PullEvent::Tick {
-                self.look_if_moved(&mut pull, key.0, &mut effects);
+                self.look_if_moved(context, &mut pull, key.0, &mut effects);
             }
             if let PullEvent::Granted { lease, .. } = &event {
                 pull.lease.get_or_insert(*lease);
             }
-            let phase = pull.machine.phase().label();
-            context.coverage.pair("pull", phase, pull_event(&event));
+            let phase = pull.machine.phase();
+            context
+                .coverage
+                .pair("pull", phase.label(), pull_event(&event));
+            let granted = matches!(event, PullEvent::Granted { .. });
             pull.machine.on(self.turned_at, event, &mut effects);
+            let last = |effect: &PullEffect| match effect {
+                PullEffect::Post { first, count, .. } => {
+                    (first + count) as usize == pull.targets.len()
+                }
+                _ => false,
+            };
+            if effects.iter().any(last) {
+                self.moment_of(context, key, "attempt posts its last read");
+            }
+            let posts = effects
+                .iter()
+                .any(|effect| matches!(effect, PullEffect::Post { .. }));
+            if posts {
+                self.moment_of(context, key, "attempt posts a read");
+            }
+            let after = pull.machine.phase();
+            if after != phase {
+                moments.push(after);
+            }
+            if granted {
+                out_of_turn = Some(OutOfTurn::Granted);
+            }
             for effect in effects.drain(..) {
                 self.perform_pull(context, &mut pull, key, effect, &mut events, &mut ended);
             }
+        }
+        for phase in moments {
+            let moment = match phase {
+                AttemptPhase::Asked => "attempt asked",
+                AttemptPhase::Pulling => "attempt pulling",
+                AttemptPhase::Committing => "attempt committing",
+                AttemptPhase::Stopping => "attempt stopping",
+                AttemptPhase::Ended => "attempt ended",
+            };
+            self.moment_of(context, key, moment);
+            if matches!(phase, AttemptPhase::Stopping | AttemptPhase::Ended) {
+                out_of_turn = Some(OutOfTurn::Stopped);
+            }
+        }
+        if let (Some(when), Some(lease)) = (out_of_turn, pull.lease) {
+            self.commit_out_of_turn(context, key, when, lease);
         }
         if !ended {
             pull.tick_at = pull.next_look(self.turned_at);
@@ -114,9 +157,50 @@ impl Node {
         true
     }
 
+    /// Something of an attempt has happened that a fault may wait for.
+    pub(super) fn moment_of(&self, context: &mut Context, key: Key, moment: &'static str) {
+        let peer = self.sessions.get(&key.0).and_then(|session| session.peer);
+        let request = self.requests.get(&key.1.request.counter);
+        let client = request.map(|request| request.client);
+        context.moment(self.plan.index, peer, client, moment);
+    }
+
+    /// A COMMIT that the machine has not sent, if one is due.
+    pub(super) fn commit_out_of_turn(
+        &mut self,
+        context: &mut Context,
+        key: Key,
+        when: OutOfTurn,
+        lease: u64,
+    ) {
+        let node = self.plan.index;
+        let Some(session) = self.sessions.get(&key.0).filter(|session| !session.ended) else {
+            return;
+        };
+        let grantor = session.identity.incarnation;
+        if context.armed.commits_out_of_turn(node, when) {
+            context.fault("fault: commit out of turn");
+            let frame = Frame::Commit {
+                id: key.1,
+                grantor,
+                lease,
+                epoch: 1,
+                // As many as no lease has: an OK would be wrong at any time.
+                pages: 0,
+            };
+            self.send(context, key.0, &frame);
+        }
+    }
+
     /// Before a limit is judged: when did bytes last move, of its own channel, or of any if it
     /// waits for what all of them share (PROTOCOL L2)?
-    fn look_if_moved(&self, pull: &mut Pull, number: PeerSession, effects: &mut Vec<PullEffect>) {
+    fn look_if_moved(
+        &self,
+        context: &mut Context,
+        pull: &mut Pull,
+        number: PeerSession,
+        effects: &mut Vec<PullEffect>,
+    ) {
         let channel_of = |session: &super::Session| match session.path {
             PullPath::Open(channel, _) => Some(channel),
             PullPath::None(_) | PullPath::Opening(_) => None,
@@ -131,6 +215,8 @@ impl Node {
                 .max()
                 .unwrap_or(at);
         }
+        let phase = pull.machine.phase().label();
+        context.coverage.pair("pull", phase, "moved");
         (pull.machine).on(self.turned_at, PullEvent::Moved(at), effects);
     }
 

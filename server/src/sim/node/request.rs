@@ -9,22 +9,16 @@ use crate::engine::{FinishReason, GenerateRequest, SequenceEvent};
 use crate::node::attempts::{AfterFailure, AttemptFailure, Attempts, Facts, Told, Withheld};
 use crate::node::payload;
 use crate::scheduler::{PagesFrom, SequenceId, SequenceSpec};
-use crate::sim::context::{Context, Outcome};
-use crate::sim::model::{self, PAGE_BYTES, PAGE_TOKENS, VOCAB};
+use crate::sim::context::{Context, OutOfTurn, Outcome};
+use crate::sim::model::{self, PAGE_TOKENS, VOCAB};
 use kvserve_kv::PageId;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::ledger::AllocateAs;
-use kvserve_kv::pull::{Attempt, PullNews};
+use kvserve_kv::pull::{Attempt, PullNews, READ_BYTES_MAX};
 use kvserve_kv::session::{AttemptId, Frame, RequestId, Role};
 use kvserve_model::Sampled;
 use kvserve_runtime::{Deadline, Nanos};
 use std::time::Duration;
-
-/// Requests that run at once.
-const RUNNING_MAX: usize = 6;
-
-/// Requests that wait at most.
-const QUEUED_MAX: usize = 16;
 
 /// How often the head of the queue looks whether pages have come back.
 const HEAD_TICK: Duration = Duration::from_millis(2);
@@ -63,13 +57,19 @@ impl Node {
             let outcome = Outcome::Failed("overloaded");
             return self.out.push(Outgoing::Ended { client, outcome });
         };
-        if self.queue.len() >= QUEUED_MAX {
+        if self.queue.len() >= self.plan.queued_max {
             let outcome = Outcome::Failed("overloaded");
+            return self.out.push(Outgoing::Ended { client, outcome });
+        }
+        let of = &context.clients[client];
+        let tokens = of.prompt.len() + of.max_tokens as usize;
+        let usable = self.keeper.ledger.with(|ledger| ledger.usable_pages());
+        if tokens > usable * PAGE_TOKENS {
+            let outcome = Outcome::Failed("too_large");
             return self.out.push(Outgoing::Ended { client, outcome });
         }
         self.request_last += 1;
         let number = self.request_last;
-        let of = &context.clients[client];
         let request = Request {
             id: RequestId {
                 incarnation: self.incarnation,
@@ -170,7 +170,7 @@ impl Node {
             };
             let wanted = (request.request.prompt.len() + 1).div_ceil(PAGE_TOKENS);
             let free = self.keeper.ledger.with(|ledger| ledger.free_pages());
-            if self.running >= RUNNING_MAX || free < wanted {
+            if self.running >= self.plan.running_max || free < wanted {
                 return;
             }
             self.queue.pop_front();
@@ -247,7 +247,8 @@ impl Node {
             id,
             grantor,
             wanted as u32,
-            PAGE_BYTES,
+            // As if pages were as large as that: runs are cut by bytes.
+            READ_BYTES_MAX / self.plan.read_pages,
             deadline.at(),
             PULLS,
         );
@@ -279,6 +280,8 @@ impl Node {
         let pull = Pull::new(machine, deadline, into, prompt, number);
         self.pulls.insert(key, pull);
         self.send(context, session, &frame);
+        self.moment_of(context, key, "attempt asked");
+        self.commit_out_of_turn(context, key, OutOfTurn::Asked, 1);
     }
 
     fn attempt_failed(
@@ -374,9 +377,11 @@ impl Node {
             new_tokens_max: left,
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),
+            cache_salt: Vec::new(),
             deadline: request.request.deadline,
             pages: PagesFrom::Migration {
                 pages: pages.clone(),
+                held: 0,
                 computed: withheld.computed(),
             },
         };
@@ -405,15 +410,11 @@ impl Node {
             return;
         };
         context.coverage.hit("request: migrated");
-        let taken_over = sequence.is_some_and(|sequence| self.engine.prove(sequence));
-        self.keeper.ledger.with(|ledger| {
-            if taken_over {
-                let adopted = ledger.adopt(pages);
-                debug_assert!(adopted.is_ok(), "{adopted:?}");
-            } else {
-                ledger.free(pages);
-            }
-        });
+        let taken_over =
+            sequence.is_some_and(|sequence| self.engine.prove(&self.keeper, sequence, pages));
+        if !taken_over {
+            self.keeper.ledger.with(|ledger| ledger.free(pages));
+        }
         let (tokens, finish) = withheld.release();
         let mut last = None;
         for sampled in tokens {
@@ -449,6 +450,7 @@ impl Node {
             new_tokens_max: request.facts.left(&request.request),
             stop_token_ids: request.request.stop_token_ids.clone(),
             sampling: request.request.sampling.clone(),
+            cache_salt: Vec::new(),
             deadline: request.request.deadline,
             pages: PagesFrom::Scheduler,
         };
@@ -473,7 +475,7 @@ impl Node {
             return;
         };
         match event {
-            SequenceEvent::Computed(_) => {}
+            SequenceEvent::Cached(_) | SequenceEvent::Computed(_) => {}
             SequenceEvent::Token(sampled, finish) => match &mut request.phase {
                 Phase::Attempt {
                     withheld, sequence, ..

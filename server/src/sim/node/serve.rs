@@ -4,17 +4,26 @@ use super::engine::Owner;
 use super::{Key, Node};
 use crate::engine::{SamplingParams, SequenceEvent};
 use crate::node::payload;
+use crate::node::prefill::{REFUSED_PAYLOAD, REFUSED_SIZE};
 use crate::scheduler::{PagesFrom, SequenceId, SequenceSpec};
+use crate::sim::clock::ms;
 use crate::sim::context::Context;
 use crate::sim::keeper::LeaseShadow;
 use crate::sim::model::PAGE_TOKENS;
 use kvserve_kv::PageId;
 use kvserve_kv::checksum::checksum;
-use kvserve_kv::lease::{AskVerdict, PeerSession};
+use kvserve_kv::lease::{AskVerdict, LeaseView, PeerSession};
 use kvserve_kv::ledger::AllocateAs;
-use kvserve_kv::session::{AbortReason, AttemptId, Frame};
+use kvserve_kv::session::frame::RefusedKind;
+use kvserve_kv::session::{AbortReason, AttemptId, Frame, ServiceRefusal};
 use kvserve_runtime::{Deadline, Nanos};
 use std::time::Duration;
+
+/// So many of a hundred prompts are not answered at once.
+const SLOW_ANSWERS_PERCENT: u64 = 8;
+
+/// So many of a hundred producers notice late that they are cancelled.
+const LATE_PERCENT: u64 = 15;
 
 /// When a busy node asks a peer to come again.
 const BUSY_RETRY_MS: u32 = 20;
@@ -24,6 +33,16 @@ const HASH_PAGES_MAX: usize = 2;
 
 /// At most one queue heartbeat per attempt in this time.
 const QUEUED_EVERY: Duration = Duration::from_millis(300);
+
+/// A prompt that waits for the service's answer.
+pub struct Ask {
+    key: Key,
+    prompt: Vec<u32>,
+    sampling: SamplingParams,
+    deadline: Deadline,
+    answer_at: Nanos,
+    queued_at: Nanos,
+}
 
 /// A prefill for a peer and the publishing of its pages.
 pub struct Producer {
@@ -36,12 +55,17 @@ pub struct Producer {
     /// The service has let go; what is ready is still being published.
     gone: bool,
     pub(super) cancelled: bool,
+    /// How long its task takes to notice that.
+    pub(super) late: Duration,
+    /// Once cancelled it lets go then.
+    pub(super) lets_go_at: Nanos,
     queued_at: Nanos,
 }
 
 impl Producer {
     pub(super) fn has_work(&self) -> bool {
-        self.cancelled || self.hashed < self.ready || self.tail_tokens.is_some()
+        let publishes = self.hashed < self.ready || self.tail_tokens.is_some();
+        publishes && !self.cancelled || self.cancelled && self.late.is_zero()
     }
 }
 
@@ -61,6 +85,11 @@ impl Node {
         }
         let now = self.turned_at;
         let deadline = Deadline::after(now, Duration::from_nanos(left_ns));
+        // It gives the request's earlier attempts up (R1).
+        let earlier = |key: &LeaseView| key.session == number && key.id.request == id.request;
+        for view in self.leases.views().into_iter().filter(earlier) {
+            (context.coverage).pair("lease", view.phase.label(), "later attempt");
+        }
         let verdict = self.with_leases(context, |leases, now, out| {
             leases.ask(now, number, id, deadline.at(), out)
         });
@@ -72,36 +101,130 @@ impl Node {
                 return self.send(context, number, &Frame::Busy { id, retry_ms });
             }
         }
-        let taken = payload::decode_sampling(sampling).is_ok_and(|(sampling, _)| {
-            self.take_prompt(context, (number, id), prompt, sampling, deadline)
-        });
-        if !taken {
-            self.leases.refused(number, id);
-            if self.leases.is_live(number, id) {
-                self.with_leases(context, |leases, now, out| {
-                    leases.abort(now, number, id, AbortReason::Engine, out);
-                });
-            } else {
-                let retry_ms = BUSY_RETRY_MS;
-                self.send(context, number, &Frame::Busy { id, retry_ms });
-            }
-            self.producer_gone(context, (number, id));
+        let key = (number, id);
+        let Ok((sampling, _)) = payload::decode_sampling(sampling) else {
+            let code = REFUSED_PAYLOAD;
+            return self.refuse(context, key, ServiceRefusal::Invalid(code));
+        };
+        let ask = Ask {
+            key,
+            prompt,
+            sampling,
+            deadline,
+            answer_at: now,
+            queued_at: now,
+        };
+        // A service may take its time before it answers, within the peer's limit or not.
+        if context.rng.percent(SLOW_ANSWERS_PERCENT) {
+            let span = Duration::from_nanos(context.rng.range(10_000, ms(900)));
+            let answer_at = now.after(span);
+            return self.asks.push(Ask { answer_at, ..ask });
+        }
+        self.answer(context, ask);
+    }
+
+    /// The service answers: a grant, or a refusal with its reason.
+    fn answer(&mut self, context: &mut Context, ask: Ask) {
+        let key = ask.key;
+        if let Err(refusal) = self.take_prompt(context, ask) {
+            self.refuse(context, key, refusal);
         }
     }
 
-    pub(super) fn take_prompt(
-        &mut self,
-        context: &mut Context,
-        key: Key,
-        prompt: Vec<u32>,
-        sampling: SamplingParams,
-        deadline: Deadline,
-    ) -> bool {
+    fn refuse(&mut self, context: &mut Context, key: Key, refusal: ServiceRefusal) {
         let (number, id) = key;
+        self.lease_pair(context, key, "refused");
+        self.leases.refused(number, id);
+        if self.leases.is_live(number, id) {
+            self.lease_pair(context, key, "abort");
+            self.with_leases(context, |leases, now, out| {
+                leases.abort(now, number, id, AbortReason::Engine, out);
+            });
+        } else {
+            let refused = |refusal, code| Frame::PrefillRefused { id, refusal, code };
+            let frame = match refusal {
+                ServiceRefusal::Busy { retry_ms } => Frame::Busy { id, retry_ms },
+                ServiceRefusal::Invalid(code) => refused(RefusedKind::Invalid, code),
+                ServiceRefusal::Draining => refused(RefusedKind::Draining, 0),
+            };
+            self.send(context, number, &frame);
+        }
+        self.producer_gone(context, key);
+    }
+
+    /// Answers that are due; those that wait say that they live.
+    fn turn_asks(&mut self, context: &mut Context) {
+        let now = self.turned_at;
+        for mut ask in std::mem::take(&mut self.asks) {
+            let (number, id) = ask.key;
+            if !self.leases.is_live(number, id) {
+                self.producer_gone(context, ask.key);
+            } else if now >= ask.answer_at {
+                self.answer(context, ask);
+            } else {
+                if now.since(ask.queued_at) >= QUEUED_EVERY {
+                    ask.queued_at = now;
+                    self.lease_pair(context, ask.key, "queued");
+                    self.with_leases(context, |leases, now, out| {
+                        leases.queued(now, number, id, 0, out);
+                    });
+                }
+                self.asks.push(ask);
+            }
+        }
+    }
+
+    /// When the service next does something by itself.
+    pub(super) fn next_service(&self) -> Nanos {
+        let late = |producer: &Producer| match producer.cancelled {
+            true => producer.lets_go_at,
+            false => Nanos(u64::MAX),
+        };
+        let asks = self.asks.iter().map(|ask| ask.answer_at);
+        let at = asks.chain(self.producers.values().map(late));
+        at.min().unwrap_or(Nanos(u64::MAX))
+    }
+
+    /// A fault makes this node give a lease up, whatever has become of it (L1).
+    fn give_up_one(&mut self, context: &mut Context) {
+        let live: Vec<Key> = (self.leases.views().iter())
+            .filter(|view| self.leases.is_live(view.session, view.id))
+            .map(|view| (view.session, view.id))
+            .collect();
+        if live.is_empty() {
+            return;
+        }
+        let key = context.rng.pick(&live);
+        context.fault("fault: lease given up");
+        self.lease_pair(context, key, "abort");
+        self.with_leases(context, |leases, now, out| {
+            leases.abort(now, key.0, key.1, AbortReason::Engine, out);
+        });
+    }
+
+    fn take_prompt(&mut self, context: &mut Context, ask: Ask) -> Result<(), ServiceRefusal> {
+        let Ask {
+            key,
+            prompt,
+            sampling,
+            deadline,
+            ..
+        } = ask;
+        let (number, id) = key;
+        if self.draining {
+            return Err(ServiceRefusal::Draining);
+        }
+        let busy = ServiceRefusal::Busy {
+            retry_ms: BUSY_RETRY_MS,
+        };
         let tokens = prompt.len();
         let wanted = tokens.div_ceil(PAGE_TOKENS);
+        let usable = self.keeper.ledger.with(|ledger| ledger.usable_pages());
+        if wanted > usable {
+            return Err(ServiceRefusal::Invalid(REFUSED_SIZE));
+        }
         let Some(pages) = self.keeper.reserve(wanted, AllocateAs::Building) else {
-            return false;
+            return Err(busy);
         };
         let spec = SequenceSpec {
             tokens: prompt,
@@ -109,17 +232,23 @@ impl Node {
             new_tokens_max: 1,
             stop_token_ids: Vec::new(),
             sampling,
+            cache_salt: Vec::new(),
             deadline,
-            pages: PagesFrom::Lease(pages.clone()),
+            pages: PagesFrom::Lease {
+                pages: pages.clone(),
+                held: 0,
+                computed: 0,
+            },
         };
         let ledger = self.keeper.ledger.clone();
         let Some(sequence) = self.engine.submit(spec, Owner::Prefill(key)) else {
             ledger.with(|ledger| ledger.free(&pages));
-            return false;
+            return Err(busy);
         };
         let leased = ledger.with(|ledger| ledger.lease(&pages));
         debug_assert!(leased.is_ok(), "{leased:?}");
         let mut effects = Vec::new();
+        self.lease_pair(context, key, "grant");
         let granted = self
             .leases
             .grant(self.turned_at, number, id, &pages, &mut effects);
@@ -137,12 +266,12 @@ impl Node {
                     deadline: deadline.at(),
                 };
                 self.keeper.leases.borrow_mut().insert(lease, shadow);
-                (self.fabric.borrow_mut()).export(self.endpoint, lease, pages.clone());
+                (self.fabric.borrow_mut()).export(self.endpoint, lease, &pages);
             }
             Err(_) => {
                 self.engine.remove(&self.keeper, sequence);
                 ledger.with(|ledger| ledger.end_lease(&pages));
-                return false;
+                return Err(busy);
             }
         }
         let producer = Producer {
@@ -154,13 +283,18 @@ impl Node {
             tail_tokens: None,
             gone: false,
             cancelled: false,
+            late: match context.rng.percent(LATE_PERCENT) {
+                true => Duration::from_nanos(context.rng.below(ms(500))),
+                false => Duration::ZERO,
+            },
+            lets_go_at: Nanos(0),
             queued_at: Nanos(0),
         };
         self.producers.insert(key, producer);
         for effect in effects {
             self.perform_lease(context, effect);
         }
-        true
+        Ok(())
     }
 
     /// The producer's handle is dropped.
@@ -174,6 +308,7 @@ impl Node {
                 self.producers.remove(&key);
             }
         }
+        self.lease_pair(context, key, "producer gone");
         self.with_leases(context, |leases, _, out| {
             leases.producer_gone(key.0, key.1, out)
         });
@@ -189,6 +324,7 @@ impl Node {
             return;
         };
         match event {
+            SequenceEvent::Cached(_) => {}
             SequenceEvent::Computed(tokens) => {
                 producer.ready = producer.ready.max(tokens / PAGE_TOKENS);
             }
@@ -212,6 +348,7 @@ impl Node {
                     "deadline_exceeded" => AbortReason::Deadline,
                     _ => AbortReason::Engine,
                 };
+                self.lease_pair(context, key, "abort");
                 self.with_leases(context, |leases, now, out| {
                     leases.abort(now, key.0, key.1, reason, out);
                 });
@@ -227,13 +364,21 @@ impl Node {
 
     /// Cancelled producers let go; ready pages are hashed and published; waiting ones say so.
     pub(super) fn turn_producers(&mut self, context: &mut Context) {
+        if std::mem::take(&mut self.gives_up) {
+            self.give_up_one(context);
+        }
+        self.turn_asks(context);
         let keys: Vec<Key> = self.producers.keys().copied().collect();
         for key in keys {
             let live = self.leases.is_live(key.0, key.1);
             let Some(producer) = self.producers.get_mut(&key) else {
                 continue;
             };
+            if producer.cancelled && self.turned_at < producer.lets_go_at {
+                continue;
+            }
             if producer.cancelled && !producer.gone {
+                self.lease_pair(context, key, "abort");
                 self.with_leases(context, |leases, now, out| {
                     leases.abort(now, key.0, key.1, AbortReason::Dropped, out);
                 });
@@ -247,6 +392,7 @@ impl Node {
                 self.publish(context, key);
             } else if self.turned_at.since(producer.queued_at) >= QUEUED_EVERY {
                 producer.queued_at = self.turned_at;
+                self.lease_pair(context, key, "queued");
                 self.with_leases(context, |leases, now, out| {
                     leases.queued(now, key.0, key.1, 0, out);
                 });
@@ -271,11 +417,13 @@ impl Node {
         match tail {
             Some(tail) => {
                 self.producers.remove(&key);
+                self.lease_pair(context, key, "complete");
                 self.with_leases(context, |leases, now, out| {
                     leases.complete(now, key.0, key.1, &sums, tail, out);
                 });
             }
             None => {
+                self.lease_pair(context, key, "watermark");
                 self.with_leases(context, |leases, now, out| {
                     leases.watermark(now, key.0, key.1, &sums, out);
                 });

@@ -47,6 +47,8 @@ pub enum Event {
     Thaw { node: usize, token: u64 },
     /// A killed node comes back.
     Restart(usize),
+    /// Is a draining node done?
+    Drained { node: usize, looks: u32 },
     /// The proxy comes back.
     ProxyBack,
     /// Nodes report to the proxy.
@@ -115,7 +117,14 @@ pub struct World {
     pub proxy: Proxy,
     /// No word passes between two nodes until then.
     pub cuts: BTreeMap<(usize, usize), u64>,
+    /// How many times slower links move in this run.
     pub slow: u64,
+    /// Nodes may be so small that they refuse requests for good.
+    pub may_refuse: bool,
+    /// Pages are read out of mapped pools.
+    pub one_host: bool,
+    /// How many times longer words take in this run.
+    pub far: u64,
     /// Since when every client has had its end.
     pub resting_since: Option<u64>,
     /// Later requests are to come.
@@ -141,6 +150,9 @@ impl World {
             proxy: Proxy::default(),
             cuts: BTreeMap::new(),
             slow: 1,
+            far: 1,
+            one_host: false,
+            may_refuse: false,
             resting_since: None,
             expects_later: false,
             rested: false,
@@ -196,8 +208,13 @@ impl World {
             self.context.time = self.context.time.max(due.at);
             self.context.events += 1;
             let over = self.happen(due.event);
+            while let Some(blow) = self.context.blows.pop() {
+                self.blow(blow);
+            }
             self.wake_links();
             if over || self.context.violation.is_some() {
+                let refused = self.fabric.borrow().reuses_refused();
+                (self.context.coverage).add("copy of a reused page refused", refused);
                 return;
             }
         }
@@ -220,6 +237,7 @@ impl World {
                 }
             }
             Event::Restart(node) => self.restart(node),
+            Event::Drained { node, looks } => self.drained(node, looks),
             Event::ProxyBack => self.proxy.down = false,
             Event::Report => self.reports(),
             Event::Unstall(link) => self.fabric.borrow_mut().stall(link, false),
@@ -264,7 +282,7 @@ impl World {
 
     fn latency(&mut self) -> u64 {
         let slow = if self.context.rng.percent(5) { 20 } else { 1 };
-        self.context.rng.range(20_000, 200_000) * slow
+        self.context.rng.range(20_000, 200_000) * slow * self.far
     }
 
     /// One message that stands alone; lost if the nodes are cut.

@@ -2,12 +2,16 @@
 
 use super::wires::Conn;
 use super::{Event, World};
-use crate::sim::check::Violation;
+use crate::sim::check::{Invariant, Violation};
 use crate::sim::clock::ms;
 use crate::sim::node::{ConnId, Incoming, Node};
+use kvserve_kv::transport::sim::Stepped;
 
 /// A node's own sentinel ends it when its lane stands still for this long.
 const SENTINEL: u64 = ms(3000);
+
+/// Half pages that a thawed reader copies before anything else.
+const PIECES_COPIED_ON: usize = 12;
 
 impl World {
     /// Starts a life at a place.
@@ -76,7 +80,12 @@ impl World {
         coverage.add("post: unposted", counters.posts_unposted);
         coverage.add("post: lost with its channel", counters.posts_lost);
         coverage.add("post: taken back", counters.posts_taken_back);
-        coverage.add("ladder: open to draining", counters.channels_killed);
+        coverage.add("ladder: open to grace", counters.channels_graced);
+        coverage.add("ladder: grace to open", counters.channels_recovered);
+        let in_grace = counters.channels_killed_in_grace;
+        coverage.add("ladder: grace to draining", in_grace);
+        let in_use = counters.channels_killed - in_grace;
+        coverage.add("ladder: open to draining", in_use);
         coverage.add("ladder: draining to free", counters.channels_quiet);
         coverage.add("ladder: draining to quarantined", counters.channels_stuck);
         coverage.add("guard: released", counters.guards_released);
@@ -110,12 +119,37 @@ impl World {
         if place.frozen_until.take().is_some() {
             place.thawed_at = time;
             place.turn_at = u64::MAX;
+            if let Some(there) = &mut place.node {
+                there.thawed = true;
+            }
             self.context.note(|| format!("node {node} thaws"));
+            self.copy_on(node);
             self.want_turn(node, 0);
         }
     }
 
-    pub(super) fn want_turn(&mut self, node: usize, span: u64) {
+    /// A shard that goes on polls its copies before it hears what has become of its peers: on
+    /// maps it copies a few pieces on.
+    fn copy_on(&mut self, node: usize) {
+        let Some(there) = &self.places[node].node else {
+            return;
+        };
+        let mut fabric = self.fabric.borrow_mut();
+        for link in fabric.mapped_of(there.endpoint) {
+            for _ in 0..PIECES_COPIED_ON {
+                match fabric.step(link) {
+                    Stepped::Moved | Stepped::Ended => {}
+                    Stepped::Idle | Stepped::Asks(_) => break,
+                    Stepped::Violation(what) => {
+                        self.context.broke(Invariant::I10, what);
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn want_turn(&mut self, node: usize, span: u64) {
         let at = self.context.time + span;
         let place = &mut self.places[node];
         if place.node.is_none() || place.frozen_until.is_some() || place.turn_at <= at {
