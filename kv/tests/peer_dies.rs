@@ -4,7 +4,8 @@
 mod peer_bed;
 
 use kvserve_kv::peer::{
-    FailReason, Migration, MigrationEvent, PeerState, RefuseReason, Role, Stage,
+    FailReason, Migration, MigrationEvent, PeerConfig, PeerState, RefuseReason, Role, Stage,
+    TransportChoice,
 };
 use kvserve_runtime::{Nanos, Shard};
 use peer_bed::relay::Relay;
@@ -12,8 +13,25 @@ use peer_bed::*;
 use std::time::Duration;
 
 async fn relayed_pair(shard: &Shard) -> (Node, Node, Relay) {
-    let p = Node::start(shard, "p", Role::Prefill);
-    let d = Node::start(shard, "d", Role::Decode);
+    relay_between(shard, config("p", Role::Prefill), config("d", Role::Decode)).await
+}
+
+/// The same with pages over TCP, whatever the run asks for.
+async fn relayed_tcp_pair(shard: &Shard) -> (Node, Node, Relay) {
+    let over_tcp = |node_id, role| PeerConfig {
+        transport: TransportChoice::Tcp,
+        ..config(node_id, role)
+    };
+    relay_between(
+        shard,
+        over_tcp("p", Role::Prefill),
+        over_tcp("d", Role::Decode),
+    )
+    .await
+}
+
+async fn relay_between(shard: &Shard, p: PeerConfig, d: PeerConfig) -> (Node, Node, Relay) {
+    let (p, d) = (Node::with(shard, p), Node::with(shard, d));
     let relay = Relay::to(p.addr());
     d.peers.dial(relay.address);
     until(shard, SOON, "the pair comes up", || d.can_pull_from("p")).await;
@@ -235,7 +253,7 @@ fn a_hub_that_is_stopped_says_so_and_everything_ends() {
 fn reads_of_a_lost_data_connection_are_posted_again_three_times_at_most() {
     for losses in [1, 2, 3] {
         on_shard(move |shard| async move {
-            let (d, p, relay) = relayed_pair(&shard).await;
+            let (d, p, relay) = relayed_tcp_pair(&shard).await;
             let prompt = prompt(12);
             relay.hold_data(true);
             p.service.script.set(Script::Serve { step: 12 });

@@ -7,6 +7,7 @@ use rdma_core_sys::{
     ibv_qp, ibv_wc,
 };
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A device in a list: what an `ibv_device` pointer means.
@@ -95,7 +96,7 @@ pub(crate) struct QueueCore {
     pub entries: Mutex<Entries>,
     /// Address of its channel (0: none) and of itself, as names.
     pub channel: usize,
-    pub itself: std::sync::atomic::AtomicUsize,
+    pub itself: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -106,9 +107,24 @@ pub(crate) struct Entries {
     pub overruns: u64,
 }
 
+/// When the newest completion of any queue in this process was put there, nanoseconds of
+/// `CLOCK_MONOTONIC`.
+pub(crate) static LAST_COMPLETION_NS: AtomicU64 = AtomicU64::new(0);
+
+fn monotonic_ns() -> u64 {
+    let mut spec = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a valid struct for the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut spec) };
+    spec.tv_sec as u64 * 1_000_000_000 + spec.tv_nsec as u64
+}
+
 impl QueueCore {
     /// One more completion; rings the channel if it was asked to.
     pub fn push(&self, wc: ibv_wc) {
+        LAST_COMPLETION_NS.store(monotonic_ns(), Ordering::Release);
         let rings = {
             let mut entries = locked(&self.entries);
             if entries.list.len() >= entries.capacity {
@@ -120,7 +136,7 @@ impl QueueCore {
         };
         if rings && self.channel != 0 {
             let channel = self.channel as *const FakeChannel;
-            let itself = self.itself.load(std::sync::atomic::Ordering::Acquire);
+            let itself = self.itself.load(Ordering::Acquire);
             // SAFETY: a queue's channel outlives the queue (the verbs' own rule), and the wire's
             // thread reaches a queue only while a queue pair of it exists.
             unsafe {

@@ -34,4 +34,4 @@ mod exports;
 mod wire;
 
 pub use exports::verbs;
-pub use wire::{Rule, TIME_SCALE, Wire, WireCounters};
+pub use wire::{Rule, TIME_SCALE, Wire, WireCounters, last_completion_ns};

@@ -1,7 +1,7 @@
 //! The control face, and the thread that is the two cards.
 
 use crate::card::{Card, Cards, Side, tell};
-use crate::device::{FakeDevice, locked};
+use crate::device::{FakeDevice, LAST_COMPLETION_NS, locked};
 use rdma_core_sys::{self as sys, ibv_async_element};
 use std::ffi::CString;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,6 +51,12 @@ impl Shared {
         self.bell.notify_all();
         result
     }
+}
+
+/// When the newest completion of any queue in this process was put there, in nanoseconds of
+/// `CLOCK_MONOTONIC`: for benches, with one read at a time.
+pub fn last_completion_ns() -> u64 {
+    LAST_COMPLETION_NS.load(Ordering::Acquire)
 }
 
 /// All devices there are.

@@ -30,6 +30,14 @@ pub enum LearnError {
     Page(u32, usize),
 }
 
+impl Place {
+    /// Whether the page is still the one that was leased, its generation being `now`. Asked
+    /// before and after each copy of it (PROTOCOL X2).
+    pub fn holds(self, now: u64) -> bool {
+        self.generation == now
+    }
+}
+
 impl fmt::Display for LearnError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

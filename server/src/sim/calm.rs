@@ -73,7 +73,7 @@ impl World {
             return self.context.broke(Invariant::I11, what);
         }
         for _ in 0..3 {
-            let client = self.add_client(true);
+            let client = self.add_client(true, None);
             let span = self.context.rng.range(ms(1), ms(60));
             self.after(span, Event::Arrive(client));
         }

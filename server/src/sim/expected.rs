@@ -50,6 +50,7 @@ pub const NAMED: &[&str] = &[
     "slot ended: cancelled",
     "slot ended: channel stuck",
     "read posted again",
+    "copy of a reused page refused",
     "completion: late",
     "completion: duplicate",
     "completion: stray",

@@ -6,7 +6,7 @@ use super::expected::FAULTS;
 use super::node::{LIVENESS, TTLS};
 use super::world::{Event, World};
 use kvserve_kv::session::Role;
-use kvserve_kv::transport::sim::{Flush, LinkId, OpFault};
+use kvserve_kv::transport::sim::{Flush, LinkId, LinkKind, OpFault};
 use kvserve_runtime::Nanos;
 
 /// A draining node has so many looks, 100 ms apart, until it goes anyway.
@@ -308,7 +308,9 @@ impl World {
         let one_sided: Vec<LinkId> = {
             let fabric = self.fabric.borrow();
             let links = fabric.live().map(|(link, ..)| link);
-            links.filter(|link| fabric.is_one_sided(*link)).collect()
+            links
+                .filter(|link| fabric.kind(*link) == LinkKind::OneSided)
+                .collect()
         };
         if one_sided.is_empty() {
             return false;

@@ -9,11 +9,12 @@ use kvserve_kv::lease::PeerSession;
 use kvserve_kv::ledger::{AllocateAs, LedgerCell, PageState};
 use kvserve_kv::session::AttemptId;
 use kvserve_kv::transport::sim::{SourceTouch, Witness};
-use kvserve_kv::{Ledger, PageId};
+use kvserve_kv::{Ledger, PageId, PoolMemory};
 use kvserve_runtime::{GuardKeeper, GuardToken, Nanos};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// What became of a guard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,13 +75,15 @@ pub struct Keeper {
 
 impl Keeper {
     /// Around a fresh ledger.
-    pub fn new(pages: usize) -> Rc<Self> {
+    pub fn new(pages: usize, pool: Option<Arc<PoolMemory>>) -> Rc<Self> {
         let shadow = |_| PageShadow {
             tenancy: 0,
             state: PageState::Free,
         };
         Rc::new(Keeper {
-            ledger: Rc::new(LedgerCell::new(Ledger::new(pages))),
+            ledger: Rc::new(LedgerCell::new(
+                pool.map_or_else(|| Ledger::new(pages), Ledger::of_pool),
+            )),
             by_number: RefCell::default(),
             guards: RefCell::default(),
             pages: RefCell::new((0..pages).map(shadow).collect()),

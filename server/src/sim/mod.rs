@@ -17,7 +17,7 @@
 //!
 //! `cargo run --release -p kvserve-tools --bin sim -- --seeds 20000` runs it; `--replay SEED`
 //! runs one seed again, exactly, with its trace. `planted/` holds bugs it must find
-//! (`tools/sim-planted`).
+//! (`tools/src/bin/sim-planted.rs`); `expected` names what 20,000 seeds must meet.
 
 mod calm;
 mod check;
@@ -39,4 +39,4 @@ mod world;
 pub use check::{Invariant, Violation};
 pub use context::running;
 pub use coverage::Coverage;
-pub use run::{SeedReport, Summary, run_seed, run_seeds};
+pub use run::{SeedReport, Shape, Summary, run_seed, run_seeds};

@@ -1,13 +1,58 @@
 //! Running seeds: one, or many on several threads.
 
 use super::check::{Invariant, Violation};
-use super::context::{self, Context};
+use super::context::{self, Client, Context};
 use super::coverage::Coverage;
-use super::world::World;
+use super::model::PAGE_TOKENS;
+use super::world::{Place, World};
+use kvserve_kv::session::Role;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+/// What a run is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Nodes that compute prompts for others.
+    pub prefills: usize,
+    /// Nodes that pull.
+    pub decodes: usize,
+    /// Requests of its clients.
+    pub requests: usize,
+    /// Of which so many begin with the same whole page as another.
+    pub sharing: usize,
+    /// Its faults stop, and later requests come.
+    pub calms: bool,
+}
+
+impl Shape {
+    fn of(world: &World, seed: u64) -> Self {
+        let decodes = |place: &&Place| place.plan.role == Role::Decode;
+        let decodes = world.places.iter().filter(decodes).count();
+        let page = |client: &Client| client.prompt.get(..PAGE_TOKENS).map(<[u32]>::to_vec);
+        let pages: Vec<Vec<u32>> = world.context.clients.iter().filter_map(page).collect();
+        let shared = |page: &&Vec<u32>| pages.iter().filter(|other| other == page).count() > 1;
+        Shape {
+            prefills: world.places.len() - decodes,
+            decodes,
+            requests: world.context.clients.len(),
+            sharing: pages.iter().filter(shared).count(),
+            calms: seed.is_multiple_of(2),
+        }
+    }
+
+    /// The least of both.
+    fn least(self, other: Shape) -> Shape {
+        Shape {
+            prefills: self.prefills.min(other.prefills),
+            decodes: self.decodes.min(other.decodes),
+            requests: self.requests.min(other.requests),
+            sharing: self.sharing.min(other.sharing),
+            calms: self.calms && other.calms,
+        }
+    }
+}
 
 /// What one seed brought.
 #[derive(Clone, Debug)]
@@ -18,8 +63,8 @@ pub struct SeedReport {
     pub events: u64,
     /// Faults that struck.
     pub faults: u64,
-    /// Requests of its clients.
-    pub requests: usize,
+    /// What it is made of.
+    pub shape: Shape,
     /// The invariant that broke, if one did.
     pub violation: Option<Violation>,
     /// What it met.
@@ -31,6 +76,7 @@ pub struct SeedReport {
 /// Runs one seed to its end; the same seed gives the same run. `traced` keeps its last lines.
 pub fn run_seed(seed: u64, traced: bool) -> SeedReport {
     let mut world = World::from_seed(seed, traced);
+    let shape = Shape::of(&world, seed);
     // A core's own assertion is a finding like any other (where panics unwind; else the hook of
     // the binary tells the seed).
     let ran = catch_unwind(AssertUnwindSafe(|| world.run()));
@@ -41,11 +87,12 @@ pub fn run_seed(seed: u64, traced: bool) -> SeedReport {
         // What is half done may not even be dropped.
         std::mem::forget(world);
     }
-    report(seed, context, asserted, trace)
+    report(seed, shape, context, asserted, trace)
 }
 
 fn report(
     seed: u64,
+    shape: Shape,
     context: Context,
     asserted: Option<Violation>,
     trace: Vec<String>,
@@ -54,7 +101,7 @@ fn report(
         seed,
         events: context.events,
         faults: context.faults,
-        requests: context.clients.len(),
+        shape,
         violation: context.violation.or(asserted),
         coverage: context.coverage,
         trace,
@@ -89,6 +136,10 @@ pub struct Summary {
     pub faults: u64,
     /// Fewest faults of a seed.
     pub faults_min: u64,
+    /// The least of each kind over all seeds.
+    pub shape_least: Option<Shape>,
+    /// Seeds whose faults stop, so that later requests must be answered.
+    pub calms: u64,
     /// What was met.
     pub coverage: Coverage,
     /// The failed seed with the lowest number among those found.
@@ -117,6 +168,9 @@ pub fn run_seeds(start: u64, count: u64, threads: usize) -> Summary {
                     own.seeds += 1;
                     own.events += report.events;
                     own.faults += report.faults;
+                    let least = own.shape_least.map(|least| least.least(report.shape));
+                    own.shape_least = Some(least.unwrap_or(report.shape));
+                    own.calms += u64::from(report.shape.calms);
                     own.faults_min = own.faults_min.min(report.faults);
                     own.coverage.merge(&report.coverage);
                     events.push(report.events);
@@ -145,6 +199,11 @@ impl Summary {
             0 => other.faults_min,
             _ => self.faults_min.min(other.faults_min),
         };
+        self.shape_least = match (self.shape_least, other.shape_least) {
+            (Some(one), Some(other)) => Some(one.least(other)),
+            (one, other) => one.or(other),
+        };
+        self.calms += other.calms;
         self.seeds += other.seeds;
         self.events += other.events;
         self.faults += other.faults;

@@ -3,14 +3,18 @@
 use super::clock::{NodeClock, ms};
 use super::context::{Client, Context};
 use super::expected::FAULTS;
-use super::model::{self, STOP_IDS, VOCAB};
+use super::model::{self, PAGE_TOKENS, STOP_IDS, VOCAB};
 use super::node::{NodePlan, TTLS};
 use super::world::{Event, World};
 use kvserve_kv::ChecksumMode;
 use kvserve_kv::session::Role;
+use kvserve_kv::transport::sim::LinkKind;
 
 /// Faults of one run at most.
 const FAULTS_MAX: u64 = 9;
+
+/// Requests of a run that begin with a page of others'.
+const SHARING: u64 = 8;
 
 /// The faults stop here in every second run.
 const CALM_AT: (u64, u64) = (ms(3500), ms(6000));
@@ -23,6 +27,8 @@ impl World {
         world.may_refuse = !calms;
         let rng = &mut world.context.rng;
         // One cluster in five lies far apart, one in five has slow cards.
+        // One in four is on one host, by shared memory.
+        world.one_host = rng.percent(25);
         world.far = rng.pick(&[1, 1, 1, 1, 1, 1, 1, 1, 6, 25]);
         world.slow = rng.pick(&[1, 1, 1, 1, 1, 1, 1, 1, 10, 60]);
         let prefills = rng.range(2, 4) as usize;
@@ -35,8 +41,10 @@ impl World {
             world.settle_one(index, prefills, checksums);
         }
         let requests = world.context.rng.range(8, 15);
-        for _ in 0..requests {
-            let client = world.add_client(false);
+        for number in 0..requests {
+            // The first eight share whole pages, four each of two beginnings.
+            let shared = (number < SHARING).then_some(number as u32 % 2);
+            let client = world.add_client(false, shared);
             let at = world.context.rng.range(ms(20), ms(2600));
             world.at(at, Event::Arrive(client));
         }
@@ -99,7 +107,11 @@ impl World {
                 Vec::new()
             },
             checksums,
-            one_sided: rng.percent(50),
+            reads: match self.one_host {
+                true => LinkKind::Mapped,
+                false => rng.pick(&[LinkKind::Served, LinkKind::OneSided]),
+            },
+            is_mapped: self.one_host && !decodes,
             ttl: rng.pick(&TTLS),
             read_pages: rng.pick(&[1, 2, 3, 16]),
             running_max: rng.pick(&[6, 6, 6, 2]),
@@ -120,10 +132,13 @@ impl World {
     }
 
     /// A client with a prompt that shares its beginning with others.
-    pub fn add_client(&mut self, later: bool) -> usize {
+    pub fn add_client(&mut self, later: bool, shared: Option<u32>) -> usize {
         let rng = &mut self.context.rng;
-        let shared = rng.below(3) as u32;
-        let prefix = rng.range(0, 13) as u32;
+        let prefix = match shared {
+            Some(_) => rng.range(PAGE_TOKENS as u64, 13) as u32,
+            None => rng.range(0, 13) as u32,
+        };
+        let shared = shared.unwrap_or_else(|| rng.below(3) as u32);
         let own = rng.range(1, 13);
         let id = |place: u32, base: u32| STOP_IDS + (base * 97 + place * 31) % (VOCAB - STOP_IDS);
         let mut prompt: Vec<u32> = (0..prefix).map(|place| id(place, shared)).collect();

@@ -277,8 +277,12 @@ fn fault_24_a_flood_of_prompts_from_one_peer_is_bounded() {
     let mut end = PeerEnd::dial(prefill.spec.peer, local).expect("session");
     let mut sampling = vec![0; 4 + 4];
     sampling.extend(1f32.to_le_bytes());
+    sampling.extend(0f32.to_le_bytes());
     sampling.extend(0u64.to_le_bytes());
     sampling.push(0xFF);
+    // No tokens generated before, no rules.
+    sampling.extend(0u32.to_le_bytes());
+    sampling.push(0);
     let before = prefill.resident();
     for counter in 1..=3000 {
         let id = AttemptId {

@@ -102,6 +102,13 @@ fn main() -> ExitCode {
         summary.faults_min,
         summary.faults,
     );
+    if let Some(least) = summary.shape_least {
+        println!(
+            "each with at least {} prefill nodes, {} decode nodes, a proxy, {} requests, {} of them \
+             with shared beginnings; {} end with later requests that must be answered",
+            least.prefills, least.decodes, least.requests, least.sharing, summary.calms,
+        );
+    }
     if options.coverage {
         for (name, count) in summary.coverage.table() {
             println!("{count:>12}  {name}");

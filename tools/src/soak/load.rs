@@ -119,10 +119,15 @@ impl<'a> Load<'a> {
             }
             let drawn = draw(self.seed, 10_000 + number as u64);
             let (body, text) = &self.requests[(drawn >> 32) as usize % self.requests.len()];
+            let mut body = body.clone();
+            // Three of four share no cached prefix with anybody, so that pages have to move.
+            if !(drawn >> 16).is_multiple_of(4) {
+                body["cache_salt"] = json!(format!("soak-{number}"));
+            }
             if drawn % 100 < LEAVE_PERCENT {
                 self.leave(body, drawn);
             } else {
-                self.ask(body, text);
+                self.ask(&body, text);
             }
             self.done.fetch_add(1, Relaxed);
         }
@@ -172,8 +177,7 @@ impl<'a> Load<'a> {
     }
 
     /// Leaves before the first byte, or after some tokens.
-    fn leave(&self, body: &Value, drawn: u64) {
-        let mut body = body.clone();
+    fn leave(&self, mut body: Value, drawn: u64) {
         body["stream"] = json!(true);
         if let Ok(mut stream) = stream(self.api, "/v1/completions", &body) {
             for _ in 0..(drawn >> 8) % 6 {

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 /// Turns of a shard that spins between two looks at the descriptors: asynchronous events are
 /// noticed that late at most; a parked shard is woken by them.
-const LOOK_EVERY_TURNS: u64 = 64;
+const LOOK_EVERY_TURNS: u64 = 256;
 
 /// Rounds of one turn: a queue of 8,192 entries is emptied in 128.
 const ROUNDS_MAX: usize = 128;

@@ -183,7 +183,7 @@ impl Channel {
             && let Link::Open(_, shared) = &self.link
         {
             let (from, into) = (front.from[front.placed], front.into[front.placed]);
-            let moved = |shared: &SharedPool| shared.generation(from.page) != from.generation;
+            let moved = |shared: &SharedPool| !from.holds(shared.generation(from.page));
             if self.copy.is_none() && moved(shared) {
                 turn.counters.generations_moved += 1;
                 front.outcome = Some(CompletionStatus::Error(code::GENERATION));

@@ -1,13 +1,15 @@
 //! The fabric: endpoints, links, and the step that moves one page.
 
-use super::link::{Flush, Link, LinkId, Op, OpFault};
+use super::link::{Flush, Link, LinkId, LinkKind, Op, OpFault};
 use super::memory::SimMemory;
-use crate::pool::PageId;
+use crate::pool::{PageId, PoolMemory};
+use crate::transport::places::Place;
 use crate::transport::{Posted, Read, code};
 use kvserve_runtime::Reap;
 use kvserve_runtime::{ChannelId, Completed, CompletionStatus, Nanos, WorkId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Reads a link takes at once; as many as the TCP transport.
 pub const READS_IN_FLIGHT_MAX: usize = 64;
@@ -47,10 +49,19 @@ struct Endpoint {
     memory: Rc<SimMemory>,
     witness: Rc<dyn Witness>,
     /// What one-sided reads find behind a lease: nothing ever takes it away.
-    exports: BTreeMap<u64, Vec<PageId>>,
+    exports: BTreeMap<u64, Vec<Place>>,
+    /// Where the generations of its pages are, if its readers map it.
+    pool: Option<Arc<PoolMemory>>,
     /// Guards whose serving has ended.
     served: Vec<u64>,
     alive: bool,
+}
+
+impl Endpoint {
+    fn generation(&self, page: PageId) -> u64 {
+        let pool = self.pool.as_ref();
+        pool.map_or(0, |pool| pool.generation(page))
+    }
 }
 
 /// A read that waits for the server's software.
@@ -98,6 +109,7 @@ pub struct Fabric {
     awake: Vec<LinkId>,
     /// Sessions that their server has ended: no link of theirs stands any more.
     sessions_over: BTreeSet<(usize, u64)>,
+    reuses_refused: u64,
 }
 
 impl Fabric {
@@ -107,12 +119,14 @@ impl Fabric {
         incarnation: u64,
         memory: Rc<SimMemory>,
         witness: Rc<dyn Witness>,
+        pool: Option<Arc<PoolMemory>>,
     ) -> usize {
         self.endpoints.push(Endpoint {
             incarnation,
             memory,
             witness,
             exports: BTreeMap::new(),
+            pool,
             served: Vec::new(),
             alive: true,
         });
@@ -145,7 +159,7 @@ impl Fabric {
         server: usize,
         server_incarnation: u64,
         session: u64,
-        one_sided: bool,
+        kind: LinkKind,
         flush: Flush,
     ) -> LinkId {
         let over = self.sessions_over.contains(&(server, session));
@@ -155,7 +169,7 @@ impl Fabric {
             server,
             server_incarnation,
             session,
-            one_sided,
+            kind,
             ops: VecDeque::new(),
             done: VecDeque::new(),
             killed: false,
@@ -169,13 +183,21 @@ impl Fabric {
             bytes_seen: 0,
             moved_at: Nanos(0),
             posts_highest: 0,
+            notices_in: 8,
         });
         LinkId(self.links.len() - 1)
     }
 
-    /// A lease of `endpoint` stands on these pages: one-sided reads find them from now on.
-    pub fn export(&mut self, endpoint: usize, lease: u64, pages: Vec<PageId>) {
-        self.endpoints[endpoint].exports.insert(lease, pages);
+    /// A lease of `endpoint` stands on these pages: one-sided and mapped reads find them from now
+    /// on.
+    pub fn export(&mut self, endpoint: usize, lease: u64, pages: &[PageId]) {
+        let endpoint = &mut self.endpoints[endpoint];
+        let place = |page: &PageId| Place {
+            page: page.0,
+            generation: endpoint.generation(*page),
+        };
+        let places = pages.iter().map(place).collect();
+        endpoint.exports.insert(lease, places);
     }
 
     /// Guards of `endpoint` whose serving has ended since the last call.
@@ -226,9 +248,23 @@ impl Fabric {
         (self.links[link.0].reader, self.links[link.0].server)
     }
 
-    /// Whether software of the server answers the reads of a link.
-    pub fn is_one_sided(&self, link: LinkId) -> bool {
-        self.links[link.0].one_sided
+    /// Links on which `reader` copies out of a map.
+    pub fn mapped_of(&self, reader: usize) -> Vec<LinkId> {
+        let copies = |link: &Link| link.reader == reader && link.kind == LinkKind::Mapped;
+        (self.links.iter().enumerate())
+            .filter(|(_, link)| copies(link) && !link.quiet)
+            .map(|(number, _)| LinkId(number))
+            .collect()
+    }
+
+    /// Copies that were given up since their page had been used for something else.
+    pub fn reuses_refused(&self) -> u64 {
+        self.reuses_refused
+    }
+
+    /// Who moves the bytes of a link.
+    pub fn kind(&self, link: LinkId) -> LinkKind {
+        self.links[link.0].kind
     }
 
     /// Arms a fault for the next operation that ends (or, for stale keys, is resolved).
@@ -266,7 +302,8 @@ impl Fabric {
     pub fn names_lease(&self, server: usize, lease: u64) -> bool {
         (self.links.iter())
             .filter(|link| {
-                link.server == server && link.one_sided && !link.destroyed && !link.quiet
+                let one_sided = link.kind == LinkKind::OneSided;
+                link.server == server && one_sided && !link.destroyed && !link.quiet
             })
             .flat_map(|link| link.ops.iter().map(|op| (link.reader, op)))
             .filter(|(reader, op)| !self.endpoints[*reader].witness.is_given_up(op.tag))
@@ -292,9 +329,10 @@ impl Fabric {
         if link.killed {
             return self.step_killed(id);
         }
-        if link.destroyed {
+        if link.destroyed && !(link.kind == LinkKind::Mapped && self.reads_on(id)) {
             return self.step_destroyed(id);
         }
+        let link = &mut self.links[id.0];
         let Some(op) = link.ops.front_mut() else {
             return Stepped::Idle;
         };
@@ -354,7 +392,7 @@ impl Fabric {
         if stale {
             link.fault = None;
         }
-        if !link.one_sided {
+        if link.kind == LinkKind::Served {
             return Stepped::Asks(Ask {
                 server: link.server,
                 session: link.session,
@@ -371,15 +409,86 @@ impl Fabric {
         let pages = (server.exports.get(&lease)).and_then(|pages| pages.get(run));
         match pages {
             // A key that is not the granted one: the other card refuses it.
-            Some(pages) if !stale && server.incarnation == incarnation => {
-                op.source = Some((pages.to_vec(), None));
+            Some(places) if !stale && server.incarnation == incarnation => {
+                op.source = Some((
+                    places.iter().map(|place| PageId(place.page)).collect(),
+                    None,
+                ));
+                op.places = places.to_vec();
                 Stepped::Moved
             }
             Some(_) | None => self.end_front(id, CompletionStatus::Error(2)),
         }
     }
 
+    /// A reader that maps the other side's memory notices only some copies later that its owner
+    /// is gone, or not at all if nobody says so.
+    fn reads_on(&mut self, id: LinkId) -> bool {
+        let link = &mut self.links[id.0];
+        match &mut link.notices_in {
+            _ if link.silent => true,
+            0 => false,
+            copies => {
+                *copies -= 1;
+                true
+            }
+        }
+    }
+
+    /// Copies half a page out of a mapped pool; its generation is looked at before the first half
+    /// and after each (PROTOCOL X2).
+    fn copy_half(&mut self, id: LinkId) -> Stepped {
+        let link = &mut self.links[id.0];
+        let (reader, server) = (&self.endpoints[link.reader], &self.endpoints[link.server]);
+        let Some(op) = link.ops.front_mut() else {
+            return Stepped::Idle;
+        };
+        let (place, into) = (op.places[op.placed], op.into[op.placed]);
+        let page = PageId(place.page);
+        if place.generation != server.generation(page) {
+            op.reused = Some(page);
+        }
+        if !place.holds(server.generation(page)) {
+            self.reuses_refused += 1;
+            return self.end_front(id, CompletionStatus::Error(code::GENERATION));
+        }
+        if !op.abandoned {
+            if let Err(why) = reader.witness.write(op.tag, into) {
+                return Stepped::Violation(why);
+            }
+            let bytes = reader.memory.page_bytes();
+            let half = if op.half {
+                bytes / 2..bytes
+            } else {
+                0..bytes / 2
+            };
+            let torn = op.half && link.fault == Some(OpFault::Truncate);
+            server.memory.with_page(page, |from| {
+                (reader.memory).change_page(into, |to| match torn {
+                    true => to[half.clone()].fill(0xA5),
+                    false => to[half.clone()].copy_from_slice(&from[half.clone()]),
+                });
+            });
+            if op.half && link.fault == Some(OpFault::Corrupt) {
+                (reader.memory).change_page(into, |page| page[bytes / 3] ^= 0x40);
+                link.fault = None;
+            }
+            if torn {
+                link.fault = None;
+            }
+        }
+        if op.half {
+            op.placed += 1;
+            link.bytes_moved += reader.memory.page_bytes() as u64;
+        }
+        op.half = !op.half;
+        Stepped::Moved
+    }
+
     fn move_page(&mut self, id: LinkId) -> Stepped {
+        if self.links[id.0].kind == LinkKind::Mapped {
+            return self.copy_half(id);
+        }
         let link = &mut self.links[id.0];
         let (reader, server) = (&self.endpoints[link.reader], &self.endpoints[link.server]);
         let Some(op) = link.ops.front_mut() else {
@@ -432,6 +541,13 @@ impl Fabric {
         let Some(op) = link.ops.pop_front() else {
             return Stepped::Idle;
         };
+        if let (CompletionStatus::Success, Some(page), false) = (status, op.reused, op.abandoned) {
+            return Stepped::Violation(format!(
+                "I10: a copy out of lease {} is called done, its page {} was used for something \
+                 else meanwhile (X2)",
+                op.lease, page.0
+            ));
+        }
         if let Some((_, Some(guard))) = op.source {
             self.endpoints[link.server].served.push(guard);
         }
@@ -568,6 +684,9 @@ impl Fabric {
                 into: read.into,
                 abandoned: false,
                 placed: 0,
+                half: false,
+                reused: None,
+                places: Vec::new(),
                 source: None,
             });
         }
@@ -613,7 +732,7 @@ impl Fabric {
         };
         let link = &mut self.links[id.0];
         link.killed = true;
-        if !link.one_sided {
+        if link.kind != LinkKind::OneSided {
             // Closing a socket is the physical end of everything on it (PROTOCOL E6).
             link.quiet = true;
             self.drop_ops(id);
@@ -648,7 +767,7 @@ impl Fabric {
             return false;
         };
         let link = &mut self.links[id.0];
-        if link.one_sided {
+        if link.kind == LinkKind::OneSided {
             return false;
         }
         match link.ops.iter_mut().find(|op| op.work == work) {

@@ -1,6 +1,7 @@
 //! One link: a data connection or queue pair between a reader and the node it reads from.
 
 use crate::pool::PageId;
+use crate::transport::places::Place;
 use kvserve_runtime::{ChannelId, Completed, Nanos, WorkId};
 use std::collections::VecDeque;
 
@@ -44,6 +45,18 @@ pub enum Flush {
     DestroyFails,
 }
 
+/// Who moves the bytes of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkKind {
+    /// The other side's software answers each read, as over TCP.
+    Served,
+    /// The card reads the other side's memory until the link is destroyed, as over RDMA.
+    OneSided,
+    /// The reader copies out of a map that nobody can take away, as over shared memory
+    /// (PROTOCOL X2): only a page's generation tells that it was used for something else.
+    Mapped,
+}
+
 /// One read under way.
 pub(super) struct Op {
     pub work: WorkId,
@@ -55,6 +68,12 @@ pub(super) struct Op {
     /// Nobody wants it any more: its bytes go to scrap.
     pub abandoned: bool,
     pub placed: usize,
+    /// The first half of the next page is in place, on a mapped link.
+    pub half: bool,
+    /// A page of it was used for something else before its copy was whole.
+    pub reused: Option<PageId>,
+    /// The same with their generations at the grant, if they are read without the server.
+    pub places: Vec<Place>,
     /// Source pages, once known; the server's guard on them, if it serves.
     pub source: Option<(Vec<PageId>, Option<u64>)>,
 }
@@ -65,7 +84,7 @@ pub(super) struct Link {
     pub server: usize,
     pub server_incarnation: u64,
     pub session: u64,
-    pub one_sided: bool,
+    pub kind: LinkKind,
     pub ops: VecDeque<Op>,
     pub done: VecDeque<Completed>,
     pub killed: bool,
@@ -83,4 +102,6 @@ pub(super) struct Link {
     pub bytes_seen: u64,
     pub moved_at: Nanos,
     pub posts_highest: u64,
+    /// So many half pages are copied on a mapped link after its owner has gone.
+    pub notices_in: u32,
 }

@@ -11,9 +11,10 @@
 //!                        ◀─completions──         │
 //!                                                └─ Witness::{write, read} at each page
 //! ```
-//! Two kinds of links: *served* ones, where the other side's software answers each read (as TCP
-//! does), and *one-sided* ones, where its memory is read behind its back until the link is
-//! destroyed (as RDMA does).
+//! Three kinds of links: *served* ones, where the other side's software answers each read (as TCP
+//! does), *one-sided* ones, where its memory is read behind its back until the link is destroyed
+//! (as RDMA does), and *mapped* ones, where the reader copies out of a map that nobody can take
+//! away, and the pages' generations tell what was reused (as over shared memory).
 
 mod fabric;
 mod link;
@@ -21,7 +22,7 @@ mod memory;
 mod transport;
 
 pub use fabric::{Ask, Fabric, READS_IN_FLIGHT_MAX, SourceTouch, Stepped, Witness};
-pub use link::{Flush, LinkId, OpFault};
+pub use link::{Flush, LinkId, LinkKind, OpFault};
 pub use memory::SimMemory;
 pub use transport::SimTransport;
 

@@ -1,7 +1,9 @@
 //! The slab over the simulator's card: what a killed one-sided link still does, and what may be
 //! posted again (PROTOCOL E5).
 
-use super::{Fabric, Flush, LinkId, SimMemory, SimTransport, SourceTouch, Stepped, Witness};
+use super::{
+    Fabric, Flush, LinkId, LinkKind, SimMemory, SimTransport, SourceTouch, Stepped, Witness,
+};
 use crate::pool::PageId;
 use crate::transport::{Read, Transport};
 use kvserve_runtime::completion::{GuardEnd, Slab, SlotId, SourceId};
@@ -60,9 +62,10 @@ impl Bed {
         }
         let (reader, server) = {
             let mut fabric = fabric.borrow_mut();
-            let reader = fabric.attach(1, memory.clone(), Rc::new(AnyTouch));
-            let server = fabric.attach(2, source, Rc::new(AnyTouch));
-            fabric.export(server, LEASE, (0..PAGES as u32).map(PageId).collect());
+            let reader = fabric.attach(1, memory.clone(), Rc::new(AnyTouch), None);
+            let server = fabric.attach(2, source, Rc::new(AnyTouch), None);
+            let leased: Vec<PageId> = (0..PAGES as u32).map(PageId).collect();
+            fabric.export(server, LEASE, &leased);
             (reader, server)
         };
         assert_eq!((reader, server), (0, 1));
@@ -91,7 +94,7 @@ impl Bed {
             .open_channel(ChannelKind::Rdma, SourceId(0), 8, NOW)
             .expect("a number");
         let mut fabric = self.fabric.borrow_mut();
-        let link = fabric.connect(0, channel, 1, 2, 1, true, flush);
+        let link = fabric.connect(0, channel, 1, 2, 1, LinkKind::OneSided, flush);
         (channel, link)
     }
 

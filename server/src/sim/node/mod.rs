@@ -41,8 +41,8 @@ use kvserve_kv::lease::{LeaseLimits, LeaseTable, PeerSession};
 use kvserve_kv::pull::{PullLimits, PullNews};
 use kvserve_kv::session::frame::DataOpen;
 use kvserve_kv::session::{AttemptId, LivenessLimits, PeerKey, RefuseReason, Role};
-use kvserve_kv::transport::sim::{Fabric, Flush, SimMemory, SimTransport};
-use kvserve_kv::{ChecksumMode, PageId};
+use kvserve_kv::transport::sim::{Fabric, Flush, LinkKind, SimMemory, SimTransport};
+use kvserve_kv::{ChecksumMode, PageId, PoolMemory};
 use kvserve_runtime::completion::{Hub, HubLimits, SlotId, SourceId};
 use kvserve_runtime::{GuardToken, Nanos};
 use pull::Pull;
@@ -53,6 +53,7 @@ use session::{Line, Session};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Heartbeats of the simulated cluster. Its times are shorter than PROTOCOL 9's, in the same
@@ -184,8 +185,10 @@ pub struct NodePlan {
     pub dials: Vec<usize>,
     /// How much checksums cover.
     pub checksums: ChecksumMode,
-    /// Whether its reads are one-sided.
-    pub one_sided: bool,
+    /// How it reads peers' pages.
+    pub reads: LinkKind,
+    /// Whether its own pages have generations, so that peers may map them.
+    pub is_mapped: bool,
     /// How long a lease of its lives.
     pub ttl: Duration,
     /// Pages of one read at most.
@@ -266,9 +269,11 @@ impl Node {
         key: PeerKey,
     ) -> Self {
         clock::set(now);
-        let keeper = Keeper::new(plan.pages);
+        let pool = plan.is_mapped.then(|| generations(plan.pages));
+        let keeper = Keeper::new(plan.pages, pool.clone());
         let memory = Rc::new(SimMemory::new(plan.pages, PAGE_BYTES));
-        let endpoint = (fabric.borrow_mut()).attach(incarnation, memory.clone(), keeper.clone());
+        let (bytes, witness) = (memory.clone(), keeper.clone());
+        let endpoint = (fabric.borrow_mut()).attach(incarnation, bytes, witness, pool);
         let limits = HubLimits { slots_max: 1024 };
         let hub = Hub::with_clock(limits, keeper.clone(), clock::now);
         let transport = Rc::new(RefCell::new(SimTransport::new(fabric.clone(), endpoint)));
@@ -423,6 +428,14 @@ impl Node {
     /// Names of slots, for checks.
     fn slot_name(slot: SlotId) -> (u32, u32) {
         (slot.index, slot.generation)
+    }
+}
+
+/// A pool of which only the generation words are used: the ledger raises them, readers look.
+fn generations(pages: usize) -> Arc<PoolMemory> {
+    match PoolMemory::memfd(pages, 64) {
+        Ok(pool) => Arc::new(pool),
+        Err(error) => panic!("no memfd of {pages} small pages for a simulated node: {error}"),
     }
 }
 

@@ -7,7 +7,7 @@ use kvserve_kv::lease::PeerSession;
 use kvserve_kv::session::frame::DataOpen;
 use kvserve_kv::session::seal::{open_plain, plain};
 use kvserve_kv::session::{Frame, Role};
-use kvserve_kv::transport::sim::LinkId;
+use kvserve_kv::transport::sim::{LinkId, LinkKind};
 use kvserve_runtime::{ChannelId, ChannelKind, Nanos};
 use std::time::Duration;
 
@@ -120,10 +120,10 @@ impl Node {
             return;
         };
         self.close_path(number);
-        let kind = if self.plan.one_sided {
-            ChannelKind::Rdma
-        } else {
-            ChannelKind::Simulated
+        let kind = match self.plan.reads {
+            LinkKind::Served => ChannelKind::Simulated,
+            LinkKind::OneSided => ChannelKind::Rdma,
+            LinkKind::Mapped => ChannelKind::SharedMemory,
         };
         let channel = self
             .hub
@@ -137,7 +137,7 @@ impl Node {
             server,
             session.identity.incarnation,
             server_session,
-            self.plan.one_sided,
+            self.plan.reads,
             ordinary_flush(context),
         );
         session.path = PullPath::Open(channel, link);

@@ -266,7 +266,7 @@ impl Node {
                     deadline: deadline.at(),
                 };
                 self.keeper.leases.borrow_mut().insert(lease, shadow);
-                (self.fabric.borrow_mut()).export(self.endpoint, lease, pages.clone());
+                (self.fabric.borrow_mut()).export(self.endpoint, lease, &pages);
             }
             Err(_) => {
                 self.engine.remove(&self.keeper, sequence);

@@ -3,7 +3,7 @@
 use super::{Event, World};
 use crate::sim::check::Invariant;
 use crate::sim::clock;
-use kvserve_kv::transport::sim::{Ask, LinkId, Stepped};
+use kvserve_kv::transport::sim::{Ask, LinkId, LinkKind, Stepped};
 
 impl World {
     pub(super) fn wake_links(&mut self) {
@@ -30,10 +30,15 @@ impl World {
             let (reader, server) = self.fabric.borrow().ends(link);
             (self.of_endpoint[reader], self.of_endpoint[server])
         };
-        let one_sided = self.fabric.borrow().is_one_sided(link);
-        let frozen = |at: (usize, u32)| self.places[at.0].frozen_until.filter(|_| !one_sided);
+        let frozen = |at: (usize, u32)| self.places[at.0].frozen_until;
         let cut = self.cut(reader.0, server.0);
-        if let Some(until) = frozen(reader).or(frozen(server)).or(cut) {
+        let stands_still = match self.fabric.borrow().kind(link) {
+            LinkKind::Served => frozen(reader).or(frozen(server)).or(cut),
+            LinkKind::OneSided => cut,
+            // The reader's own core copies, on the same host.
+            LinkKind::Mapped => frozen(reader),
+        };
+        if let Some(until) = stands_still {
             self.linked[link.0] = true;
             return self.at(until + 60_000, Event::Link(link));
         }

@@ -121,6 +121,8 @@ pub struct World {
     pub slow: u64,
     /// Nodes may be so small that they refuse requests for good.
     pub may_refuse: bool,
+    /// Pages are read out of mapped pools.
+    pub one_host: bool,
     /// How many times longer words take in this run.
     pub far: u64,
     /// Since when every client has had its end.
@@ -149,6 +151,7 @@ impl World {
             cuts: BTreeMap::new(),
             slow: 1,
             far: 1,
+            one_host: false,
             may_refuse: false,
             resting_since: None,
             expects_later: false,
@@ -210,6 +213,8 @@ impl World {
             }
             self.wake_links();
             if over || self.context.violation.is_some() {
+                let refused = self.fabric.borrow().reuses_refused();
+                (self.context.coverage).add("copy of a reused page refused", refused);
                 return;
             }
         }

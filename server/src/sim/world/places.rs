@@ -2,12 +2,16 @@
 
 use super::wires::Conn;
 use super::{Event, World};
-use crate::sim::check::Violation;
+use crate::sim::check::{Invariant, Violation};
 use crate::sim::clock::ms;
 use crate::sim::node::{ConnId, Incoming, Node};
+use kvserve_kv::transport::sim::Stepped;
 
 /// A node's own sentinel ends it when its lane stands still for this long.
 const SENTINEL: u64 = ms(3000);
+
+/// Half pages that a thawed reader copies before anything else.
+const PIECES_COPIED_ON: usize = 12;
 
 impl World {
     /// Starts a life at a place.
@@ -119,7 +123,29 @@ impl World {
                 there.thawed = true;
             }
             self.context.note(|| format!("node {node} thaws"));
+            self.copy_on(node);
             self.want_turn(node, 0);
+        }
+    }
+
+    /// A shard that goes on polls its copies before it hears what has become of its peers: on
+    /// maps it copies a few pieces on.
+    fn copy_on(&mut self, node: usize) {
+        let Some(there) = &self.places[node].node else {
+            return;
+        };
+        let mut fabric = self.fabric.borrow_mut();
+        for link in fabric.mapped_of(there.endpoint) {
+            for _ in 0..PIECES_COPIED_ON {
+                match fabric.step(link) {
+                    Stepped::Moved | Stepped::Ended => {}
+                    Stepped::Idle | Stepped::Asks(_) => break,
+                    Stepped::Violation(what) => {
+                        self.context.broke(Invariant::I10, what);
+                        break;
+                    }
+                }
+            }
         }
     }
 

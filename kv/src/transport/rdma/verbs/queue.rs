@@ -2,6 +2,7 @@
 
 use super::{Device, VerbError, make_nonblocking};
 use rdma_core_sys::{self as sys, ibv_comp_channel, ibv_cq, ibv_wc};
+use std::cell::RefCell;
 use std::os::fd::RawFd;
 use std::rc::Rc;
 
@@ -27,6 +28,8 @@ pub struct CompletionQueue {
     device: Rc<Device>,
     channel: *mut ibv_comp_channel,
     queue: *mut ibv_cq,
+    /// Room for what one call gives; written anew by each.
+    found: RefCell<Box<[ibv_wc; TAKE_MAX]>>,
 }
 
 impl CompletionQueue {
@@ -55,6 +58,7 @@ impl CompletionQueue {
             device: device.clone(),
             channel,
             queue,
+            found: RefCell::new(Box::new([ibv_wc::default(); TAKE_MAX])),
         });
         make_nonblocking(queue.descriptor())?;
         Ok(queue)
@@ -81,7 +85,7 @@ impl CompletionQueue {
     /// # Errors
     /// That the queue is broken: nothing on it completes any more.
     pub fn take(&self, mut each: impl FnMut(Ended)) -> Result<usize, VerbError> {
-        let mut found = [ibv_wc::default(); TAKE_MAX];
+        let mut found = self.found.borrow_mut();
         // SAFETY: a live queue, and room for as many as are asked for.
         let count =
             unsafe { sys::ibv_poll_cq(self.queue, TAKE_MAX as libc::c_int, found.as_mut_ptr()) };
