@@ -340,6 +340,41 @@ fn a_session_that_ends_destroys_its_queue_pairs() {
     });
 }
 
+/// A session that ends while its probe waits gives the probe's pages and queue pair back.
+#[test]
+fn a_session_that_ends_in_its_probe_leaves_nothing_behind() {
+    if on_system_verbs() {
+        return; // it needs the fake library's faults
+    }
+    on_shard(|shard| async move {
+        let fabric = Fabric::new();
+        let wire = fabric.wire.as_ref().expect("the fake wire");
+        wire.lose_all(true);
+        let p = fabric.node(
+            &shard,
+            choose("p", Role::Prefill, TransportChoice::Rdma),
+            &fabric.far,
+        );
+        let d = fabric.node(
+            &shard,
+            choose("d", Role::Decode, TransportChoice::Rdma),
+            &fabric.near,
+        );
+        d.peers.dial(p.addr());
+        until(&shard, 4 * SOON, "a probe is under way", || {
+            d.free_pages() < POOL_PAGES
+        })
+        .await;
+        d.peers.stop();
+        at_rest(&shard, &[&d, &p], 2 * SOON).await;
+        until(&shard, SOON, "no queue pair is left", || {
+            wire.pairs() == (0, 0)
+        })
+        .await;
+        stop(&[&d, &p]);
+    });
+}
+
 #[test]
 fn a_node_that_must_have_rdma_and_has_none_does_not_start() {
     on_shard(|shard| async move {

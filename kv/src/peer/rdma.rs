@@ -18,7 +18,7 @@ use super::entropy;
 use super::hub::{Inner, Pages};
 use super::session::Session;
 use super::wait::{Bell, Woken};
-use crate::ledger::AllocateAs;
+use crate::ledger::{AllocateAs, LedgerCell};
 use crate::pool::PageId;
 use crate::session::PeerIdentity;
 use crate::session::frame::{Frame, RDMA_PAIRS_MAX, REASON_TEXT_BYTES_MAX};
@@ -82,6 +82,19 @@ pub(super) fn open(
     Ok(NodeRdma { transport, source })
 }
 
+/// Target pages of a probe: given back however it ends, also when its session does. The ledger
+/// waits for the read's guards.
+struct ProbePages<'a> {
+    ledger: &'a LedgerCell,
+    pages: Vec<PageId>,
+}
+
+impl Drop for ProbePages<'_> {
+    fn drop(&mut self) {
+        self.ledger.with(|ledger| ledger.free(&self.pages));
+    }
+}
+
 /// How RDMA stands as a session's way to pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RdmaPhase {
@@ -128,34 +141,28 @@ impl RdmaPath {
         }
     }
 
-    /// The channels that stand, the one whose turn it is first.
-    fn standing(&self) -> impl Iterator<Item = ChannelId> {
+    /// The first channel that stands and is `wanted`, from the one whose turn it is on.
+    fn standing(&self, wanted: impl Fn(ChannelId) -> bool) -> Option<(usize, ChannelId)> {
+        if self.phase.get() != RdmaPhase::Open {
+            return None;
+        }
         let pairs = self.pairs.borrow();
-        let count = pairs.len().max(1);
-        let start = self.next.get() % count;
-        let order: Vec<_> = (0..pairs.len())
-            .filter_map(|step| pairs[(start + step) % count])
-            .collect();
-        order.into_iter()
+        let order = (0..pairs.len()).map(|step| (self.next.get() + step) % pairs.len());
+        order
+            .filter_map(|place| Some((place, pairs[place]?)))
+            .find(|(_, channel)| wanted(*channel))
     }
 
     /// The channel whose turn it is.
     pub(super) fn channel(&self) -> Option<ChannelId> {
-        match self.phase.get() {
-            RdmaPhase::Open => self.standing().next(),
-            RdmaPhase::Off | RdmaPhase::Trying => None,
-        }
+        Some(self.standing(|_| true)?.1)
     }
 
     /// A channel that `takes` a read now; the next read starts behind it.
     pub(super) fn channel_that(&self, takes: impl Fn(ChannelId) -> bool) -> Option<ChannelId> {
-        if self.phase.get() != RdmaPhase::Open {
-            return None;
-        }
-        let found = self.standing().find(|channel| takes(*channel))?;
-        let place = (self.pairs.borrow().iter()).position(|pair| *pair == Some(found));
-        self.next.set(place.map_or(0, |place| place + 1));
-        Some(found)
+        let (place, channel) = self.standing(takes)?;
+        self.next.set(place + 1);
+        Some(channel)
     }
 
     /// Where pages of a lease lie; nothing is learnt where RDMA is not the way.
@@ -294,24 +301,22 @@ impl Inner {
             self.hub.close_channel(channel);
             return Err(error.to_string());
         }
-        let rate = match probe {
-            true => self.probe(pages, rdma, session, channel).await,
-            false => Ok(String::new()),
-        };
-        let over = path.phase.get() == RdmaPhase::Off || !session.is_live();
-        match rate {
-            Ok(rate) if !over => {
-                path.pairs.borrow_mut()[number] = Some(channel);
-                Ok(rate)
-            }
-            Ok(_) => {
-                self.hub.close_channel(channel);
-                Err("the session has ended".into())
-            }
-            Err(reason) => {
+        // From here on the session's end closes it, also in the middle of the probe.
+        path.pairs.borrow_mut()[number] = Some(channel);
+        if !probe {
+            return Ok(String::new());
+        }
+        let rate = self.probe(pages, rdma, session, channel).await;
+        let stands = path.pairs.borrow()[number] == Some(channel);
+        match (rate, stands) {
+            (Ok(rate), true) => Ok(rate),
+            (Ok(_), false) => Err("it was lost during the probe".into()),
+            (Err(reason), true) => {
+                path.pairs.borrow_mut()[number] = None;
                 self.hub.close_channel(channel);
                 Err(reason)
             }
+            (Err(reason), false) => Err(reason),
         }
     }
 
@@ -342,18 +347,21 @@ impl Inner {
         let more = (PROBE_BYTES_MAX / self.config.page_bytes).clamp(1, 64);
         let mut text = String::new();
         for count in [1, more.min(most)] {
-            let mut into = Vec::new();
+            let mut target = ProbePages {
+                ledger: &pages.ledger,
+                pages: Vec::new(),
+            };
+            let into = &mut target.pages;
             let got = pages
                 .ledger
-                .with(|ledger| ledger.allocate(count, AllocateAs::Pulling, &mut into));
+                .with(|ledger| ledger.allocate(count, AllocateAs::Pulling, into));
             if got.is_err() {
                 // The pool is full of work: the pages of that are a probe, too.
                 return Ok("not timed: no page was free".into());
             }
             let began = self.hub.now();
-            let read = self.probe_read(pages, rdma, session, channel, &into).await;
-            pages.ledger.with(|ledger| ledger.free(&into));
-            read?;
+            let into = &target.pages;
+            self.probe_read(pages, rdma, session, channel, into).await?;
             let span = self.hub.now().since(began);
             let bytes = count * self.config.page_bytes;
             let rate = bytes as f64 / span.as_secs_f64().max(1e-9) / 1e6;
@@ -377,6 +385,8 @@ impl Inner {
             })
             .collect();
         let known = &session.rdma.places;
+        // One that was cut short may have left its places.
+        known.forget(PROBE_LEASE);
         let learnt = known.learn(session.rdma.peer_pages.get(), PROBE_LEASE, 0, 0, &places);
         learnt.map_err(|error| error.to_string())?;
         let guards = pages
