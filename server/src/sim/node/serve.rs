@@ -75,6 +75,7 @@ impl Producer {
 }
 
 impl Node {
+    #[allow(clippy::too_many_arguments)] // the frame's own fields
     pub(super) fn on_prefill(
         &mut self,
         context: &mut Context,
