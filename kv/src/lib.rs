@@ -22,5 +22,5 @@ pub mod transport;
 pub use checksum::ChecksumMode;
 pub use layout::{KvDtype, KvLayout};
 pub use ledger::{AllocateAs, Ledger, LedgerCell};
-pub use pool::{PageId, PoolKind, PoolMemory};
+pub use pool::{PageId, PoolBacking, PoolKind, PoolMemory};
 pub use transport::{Posted, Read, Transport};

@@ -51,6 +51,31 @@ pub enum PoolKind {
     Device,
 }
 
+/// What size of memory pages backs a pool: fewer and larger ones cost fewer TLB misses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolBacking {
+    /// Reserved huge pages of 2 MiB (`vm.nr_hugepages`).
+    HugeTlb,
+    /// Ordinary memory that the kernel may join to huge pages.
+    Transparent,
+    /// Ordinary pages of 4 KiB.
+    Small,
+}
+
+impl PoolBacking {
+    /// A short stable label for status and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            PoolBacking::HugeTlb => "hugetlb",
+            PoolBacking::Transparent => "transparent_huge",
+            PoolBacking::Small => "small",
+        }
+    }
+}
+
+/// Bytes of a huge page. A pool on huge pages is rounded up to a multiple.
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 /// A pool of equal pages at a fixed address.
 pub struct PoolMemory {
     /// Start of the mapping: the head.
@@ -62,6 +87,7 @@ pub struct PoolMemory {
     page_stride: usize,
     pages: usize,
     kind: PoolKind,
+    backing: PoolBacking,
     memfd: Option<OwnedFd>,
 }
 
@@ -73,7 +99,8 @@ unsafe impl Sync for PoolMemory {}
 
 impl PoolMemory {
     /// Maps `pages` pages of `page_bytes` (rounded up to 64 bytes) in a new memfd of mode 0600,
-    /// sealed against growth and shrinking. Pages are touched on first use.
+    /// sealed against growth and shrinking; on reserved huge pages where there are enough of them
+    /// (PROTOCOL X2). Memory is touched on first use, or by [`PoolMemory::populate`].
     ///
     /// # Errors
     /// When the size overflows or the kernel refuses the memfd, its size or the mapping.
@@ -96,43 +123,8 @@ impl PoolMemory {
             .ok_or_else(impossible)?;
         let mut nonce = [0u8; 32];
         fill_random(&mut nonce)?;
-        // SAFETY: the name is a valid C string; the flags ask for a sealable descriptor.
-        let fd = unsafe {
-            libc::memfd_create(
-                c"kvserve-kv-pool".as_ptr(),
-                libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING,
-            )
-        };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: `fd` was just created and nobody else owns it.
-        let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
-        // SAFETY: plain calls on an owned descriptor.
-        let sized = unsafe {
-            libc::fchmod(fd, 0o600) == 0 && libc::ftruncate(fd, mapped_bytes as libc::off_t) == 0
-        };
-        if !sized {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a fresh shared mapping of the whole descriptor; the address is the kernel's choice.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapped_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd,
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let head = NonNull::new(address.cast::<u8>()).expect("mmap gave a null mapping");
-        // A hint that a kernel may decline: fewer TLB misses where it backs memfds by 2 MiB pages.
-        // SAFETY: the mapping was just made with this length.
-        unsafe { libc::madvise(address, mapped_bytes, libc::MADV_HUGEPAGE) };
+        let (memfd, head, mapped_bytes, backing) = map_best(mapped_bytes)?;
+        let fd = memfd.as_raw_fd();
         let words = [
             HEAD_MAGIC,
             head_bytes as u64,
@@ -154,6 +146,7 @@ impl PoolMemory {
             page_stride,
             pages,
             kind: PoolKind::Memfd,
+            backing,
             memfd: Some(memfd),
         };
         // SAFETY: sealing an owned descriptor; FUTURE_WRITE leaves our own mapping writable.
@@ -191,6 +184,30 @@ impl PoolMemory {
     /// Where the memory lives.
     pub fn kind(&self) -> PoolKind {
         self.kind
+    }
+
+    /// What backs it.
+    pub fn backing(&self) -> PoolBacking {
+        self.backing
+    }
+
+    /// Touches all of it now, so that no step pays for a first use; some 0.3 s a GiB.
+    ///
+    /// # Errors
+    /// When there is not that much memory, or the kernel is older than 5.14.
+    pub fn populate(&self) -> io::Result<()> {
+        // SAFETY: the mapping is this pool's; populating writes no byte that was written before.
+        let code = unsafe {
+            libc::madvise(
+                self.head.as_ptr().cast(),
+                self.mapped_bytes,
+                libc::MADV_POPULATE_WRITE,
+            )
+        };
+        match code {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 
     /// Address of the first page.
@@ -263,6 +280,74 @@ impl Drop for PoolMemory {
     }
 }
 
+/// A new private memfd of at least so many bytes, mapped: on reserved huge pages if that succeeds.
+fn map_best(bytes: usize) -> io::Result<(OwnedFd, NonNull<u8>, usize, PoolBacking)> {
+    let rounded = bytes.checked_next_multiple_of(HUGE_PAGE_BYTES);
+    // Below one huge page most of it would be wasted.
+    if let Some(rounded) = rounded.filter(|_| bytes >= HUGE_PAGE_BYTES)
+        && let Ok((memfd, head)) = map_memfd(rounded, libc::MFD_HUGETLB)
+    {
+        return Ok((memfd, head, rounded, PoolBacking::HugeTlb));
+    }
+    let (memfd, head) = map_memfd(bytes, 0)?;
+    // A hint that a kernel may decline.
+    // SAFETY: the mapping was just made with this length.
+    unsafe { libc::madvise(head.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+    Ok((memfd, head, bytes, backing_of_shared_memory()))
+}
+
+fn map_memfd(bytes: usize, flags: libc::c_uint) -> io::Result<(OwnedFd, NonNull<u8>)> {
+    // SAFETY: the name is a valid C string; the flags ask for a sealable descriptor.
+    let fd = unsafe {
+        libc::memfd_create(
+            c"kvserve-kv-pool".as_ptr(),
+            libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | flags,
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just created and nobody else owns it.
+    let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: plain calls on an owned descriptor.
+    let sized =
+        unsafe { libc::fchmod(fd, 0o600) == 0 && libc::ftruncate(fd, bytes as libc::off_t) == 0 };
+    if !sized {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh shared mapping of the whole descriptor; the address is the kernel's choice.
+    // Huge pages are reserved by this call or it fails, so that no later touch can.
+    let address = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            fd,
+            0,
+        )
+    };
+    if address == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let head = NonNull::new(address.cast::<u8>()).expect("mmap gave a null mapping");
+    Ok((memfd, head))
+}
+
+/// Whether this kernel joins pages of a memfd that asks for it (`shmem_enabled` in sysfs).
+fn backing_of_shared_memory() -> PoolBacking {
+    let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let joins = |text: &str| {
+        ["[always]", "[within_size]", "[advise]", "[force]"]
+            .iter()
+            .any(|chosen| text.contains(chosen))
+    };
+    match setting {
+        Ok(text) if joins(&text) => PoolBacking::Transparent,
+        Ok(_) | Err(_) => PoolBacking::Small,
+    }
+}
+
 /// Fills `bytes` from the kernel's generator.
 fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
     // SAFETY: the slice is valid for writes; up to 256 bytes come whole or not at all.
@@ -320,6 +405,23 @@ mod tests {
             *pool.page(PageId(2)) = 7;
             assert_eq!(*pool.page(PageId(2)), 7);
         }
+    }
+
+    #[test]
+    fn a_populated_pool_keeps_its_bytes_and_says_what_backs_it() {
+        let pool = PoolMemory::memfd(600, 8192).unwrap();
+        // SAFETY: the page is the test's alone.
+        unsafe { *pool.page(PageId(599)) = 7 };
+        pool.populate().unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { *pool.page(PageId(599)) }, 7);
+        match pool.backing() {
+            PoolBacking::HugeTlb => assert_eq!(pool.bytes() % HUGE_PAGE_BYTES, 0),
+            PoolBacking::Transparent | PoolBacking::Small => {
+                assert_eq!(pool.bytes(), 8192 + 600 * 8192);
+            }
+        }
+        assert!(!pool.backing().label().is_empty());
     }
 
     #[test]

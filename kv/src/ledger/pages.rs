@@ -3,7 +3,7 @@
 use super::books::{Books, Page};
 use super::guards::GuardTable;
 use super::state::{self, AllocateAs, IllegalEvent, PageEvent, PageState};
-use crate::pool::{PageId, PoolMemory};
+use crate::pool::{PageId, PoolBacking, PoolMemory};
 use crate::prefix::{PrefixConfig, PrefixIndex};
 use kvserve_runtime::GuardToken;
 use std::fmt;
@@ -100,6 +100,11 @@ impl Ledger {
         debug_assert_eq!(self.books.free.len(), self.books.pages.len());
         self.books.prefix = Some(PrefixIndex::new(self.books.pages.len(), config));
         self
+    }
+
+    /// What backs the pool of this ledger, if it has one.
+    pub fn backing(&self) -> Option<PoolBacking> {
+        self.books.pool.as_ref().map(|pool| pool.backing())
     }
 
     /// Whether this ledger raises the generations of that pool.

@@ -155,7 +155,8 @@ impl Spans {
             };
             let sum = self.total_state[vector].1;
             for (to, from) in to.iter_mut().zip(from) {
-                *to = from / sum;
+                // Plus zero: whether a zero has a sign depends on how many zeroes were added.
+                *to = from / sum + 0.0;
             }
         }
     }

@@ -127,7 +127,7 @@ unsafe fn multiply_digits(
         let tiles = rows.div_ceil(bytes::TILE_ROWS);
         let mut group = groups.start;
         while group < groups.end {
-            let left = groups.end - group;
+            let left = Matrix::in_quad(group, groups.end - group);
             let count = if left >= groups_max {
                 groups_max
             } else {
@@ -142,14 +142,12 @@ unsafe fn multiply_digits(
                 unsafe {
                     let part = bytes::Product {
                         weights: matrix.group(group),
-                        group_bytes: matrix.group_bytes,
                         q4: matrix.packing == Packing::Q4,
                         blocks: matrix.inputs / BLOCK,
                         x: x.skip_rows(row),
                         out: out.start.add(row * out.stride + group * GROUP),
                         out_stride: out.stride,
                         mode: out.mode,
-                        prefetch: tile == 0,
                     };
                     bytes::multiply(&part, height, count);
                 }
@@ -169,24 +167,25 @@ unsafe fn multiply_pairs(
     x: PairInput,
     out: Output,
 ) {
-    if groups.is_empty() {
-        return;
-    }
-    // SAFETY: as `multiply`.
-    unsafe {
-        let product = brain::Product {
-            x: x.words,
-            x_stride: x.stride,
-            w: matrix.group(groups.start).cast(),
-            w_pair: GROUP,
-            w_group: matrix.group_bytes / 4,
-            pairs: matrix.inputs.div_ceil(2),
-            out: out.start.add(groups.start * GROUP),
-            out_stride: out.stride,
-            mode: out.mode,
-            prefetch: true,
-        };
-        brain::multiply(&product, rows, groups.len());
+    let mut group = groups.start;
+    while group < groups.end {
+        let count = Matrix::in_quad(group, groups.end - group);
+        // SAFETY: as `multiply`: a quad's groups, or some of them.
+        unsafe {
+            let product = brain::Product {
+                x: x.words,
+                x_stride: x.stride,
+                w: matrix.group(group).cast(),
+                w_pair: matrix.packing.chunk_step() / 4,
+                w_group: matrix.packing.chunk_bytes() / 4,
+                pairs: matrix.inputs.div_ceil(2),
+                out: out.start.add(group * GROUP),
+                out_stride: out.stride,
+                mode: out.mode,
+            };
+            brain::multiply(&product, rows, count);
+        }
+        group += count;
     }
 }
 
@@ -234,7 +233,6 @@ unsafe fn direct<S: Lanes, const R: usize, const G: usize>(
             packing: matrix.packing,
             groups,
             inputs: matrix.inputs,
-            group_bytes: matrix.group_bytes,
             x: x.start,
             x_stride: x.stride,
             out: out.start.add(group * GROUP),
@@ -296,7 +294,6 @@ unsafe fn unpack<S: Lanes>(matrix: &Matrix, group: usize, count: usize, panel: *
                 packing,
                 groups,
                 inputs,
-                group_bytes: matrix.group_bytes,
                 panel,
             });
         } else {
@@ -306,7 +303,6 @@ unsafe fn unpack<S: Lanes>(matrix: &Matrix, group: usize, count: usize, panel: *
                 packing,
                 groups,
                 inputs,
-                group_bytes: matrix.group_bytes,
                 panel,
             });
         }
@@ -378,7 +374,6 @@ struct Direct<const R: usize, const G: usize> {
     packing: Packing,
     groups: [*const u8; G],
     inputs: usize,
-    group_bytes: usize,
     x: *const f32,
     x_stride: usize,
     out: *mut f32,
@@ -421,13 +416,7 @@ impl<const R: usize, const G: usize> Op for Direct<R, G> {
                 x: self.x,
                 x_stride: self.x_stride,
             };
-            widen::<S, G>(
-                self.packing,
-                self.groups,
-                self.inputs,
-                self.group_bytes,
-                &mut sums,
-            );
+            widen::<S, G>(self.packing, self.groups, self.inputs, &mut sums);
             finish::<S, R, G>(sums.sums, self.out, self.out_stride, self.mode);
         }
     }

@@ -3,14 +3,18 @@
 //! Sixteen outputs form a *group*; a group's weights lie together, so that one vector of sixteen
 //! 32-bit words holds the same inputs of sixteen outputs and every output's sum runs over its
 //! inputs in order, whatever is computed beside it (PROTOCOL D1). Quantised weights stay
-//! quantised. Per group:
+//! quantised. A group's inputs are cut into *chunks*:
 //!
-//! * `F32`, `F16`: `[input][16]`
-//! * `Bf16`: `[input / 2][16][2]`: a word is two neighbouring inputs
-//! * `Q8`: for each 32 inputs, 16 half-precision scales, then `[8][16][4]` bytes, each the stored
-//!   signed byte plus 128: a word is four neighbouring inputs
-//! * `Q4`: for each 32 inputs, 16 scales and 16 minima (half), then `[4][16][4]` bytes: of word
-//!   `t` the low four bits of byte `j` are input `8t + j`, the high ones input `8t + 4 + j`
+//! * `F32`, `F16`: one input, `[16]`
+//! * `Bf16`: two inputs, `[16][2]`
+//! * `Q8`: 32 inputs: 16 half-precision scales, then `[8][16][4]` bytes, each the stored signed
+//!   byte plus 128: a word is four neighbouring inputs
+//! * `Q4`: 32 inputs: 16 scales and 16 minima (half), then `[4][16][4]` bytes: of word `t` the low
+//!   four bits of byte `j` are input `8t + j`, the high ones input `8t + 4 + j`
+//!
+//! Four groups form a *quad*: `[quad][chunk][group of the quad]`. A single row takes a quad at a
+//! time and so reads one stream, which the processor's own prefetcher can follow, where separate
+//! groups would be four streams of a few KiB each.
 //!
 //! The words of two and four inputs are what the dot-product instructions take (`super::dots`);
 //! the kernels over [`Lanes`] take them apart.
@@ -50,18 +54,38 @@ impl Packing {
         }
     }
 
-    /// Bytes of one group with `inputs` inputs.
-    fn group_bytes(self, inputs: usize) -> usize {
+    /// Inputs of a chunk.
+    fn chunk_inputs(self) -> usize {
         match self {
-            Packing::F32 => inputs * GROUP * 4,
-            Packing::F16 => inputs * GROUP * 2,
-            Packing::Bf16 => inputs.div_ceil(2) * GROUP * 4,
-            Packing::Q8 => inputs / BLOCK * Q8_BLOCK_BYTES,
-            Packing::Q4 => inputs / BLOCK * Q4_BLOCK_BYTES,
+            Packing::F32 | Packing::F16 => 1,
+            Packing::Bf16 => 2,
+            Packing::Q8 | Packing::Q4 => BLOCK,
         }
+    }
+
+    /// Bytes of a chunk of one group.
+    pub fn chunk_bytes(self) -> usize {
+        match self {
+            Packing::F32 | Packing::Bf16 => GROUP * 4,
+            Packing::F16 => GROUP * 2,
+            Packing::Q8 => Q8_BLOCK_BYTES,
+            Packing::Q4 => Q4_BLOCK_BYTES,
+        }
+    }
+
+    /// Bytes from a chunk of a group to its next.
+    pub fn chunk_step(self) -> usize {
+        QUAD * self.chunk_bytes()
+    }
+
+    /// Bytes of four groups with `inputs` inputs.
+    fn quad_bytes(self, inputs: usize) -> usize {
+        inputs.div_ceil(self.chunk_inputs()) * self.chunk_step()
     }
 }
 
+/// Groups of a quad.
+pub(crate) const QUAD: usize = 4;
 /// Bytes of 16 scales.
 pub(crate) const SCALES_BYTES: usize = GROUP * 2;
 /// Bytes of a `Q8` block of a group.
@@ -76,7 +100,7 @@ pub(crate) struct Matrix {
     pub outputs: usize,
     pub inputs: usize,
     pub packing: Packing,
-    pub group_bytes: usize,
+    quad_bytes: usize,
     arena: Arc<Aligned<u8>>,
     start: usize,
 }
@@ -85,8 +109,8 @@ impl Matrix {
     /// Bytes that a stored tensor takes when packed; a multiple of a cache line. With dtype
     /// bf16, f32 weights are rounded to bf16.
     pub fn packed_bytes(view: &TensorView<'_>, dtype: KvDtype) -> usize {
-        let group_bytes = Packing::of(view.kind, dtype).group_bytes(view.columns);
-        (view.rows.div_ceil(GROUP) * group_bytes).next_multiple_of(64)
+        let quad_bytes = Packing::of(view.kind, dtype).quad_bytes(view.columns);
+        view.rows.div_ceil(QUAD * GROUP) * quad_bytes
     }
 
     /// The matrix at byte `start` of an arena of zeroes; [`Matrix::pack_groups`] fills it.
@@ -103,7 +127,7 @@ impl Matrix {
             outputs: view.rows,
             inputs: view.columns,
             packing,
-            group_bytes: packing.group_bytes(view.columns),
+            quad_bytes: packing.quad_bytes(view.columns),
             arena: Arc::clone(arena),
             start,
         }
@@ -119,36 +143,42 @@ impl Matrix {
         matrix
     }
 
-    /// Fills some groups from the stored tensor.
+    /// Fills some groups, beginning with a quad's first, from the stored tensor.
     ///
     /// # Safety
-    /// `view` has the shape and type that the matrix was placed for; the groups are still zero,
-    /// and nobody else reads or writes them now.
+    /// `view` has the shape and type that the matrix was placed for; nobody else reads or writes
+    /// the quads of these groups now.
     pub unsafe fn pack_groups(&self, view: &TensorView<'_>, groups: Range<usize>) {
+        assert!(groups.start.is_multiple_of(QUAD));
         let mut row = vec![0.0; self.inputs];
+        let step = self.packing.chunk_step();
         for index in groups {
-            let start = self.group(index).cast_mut();
-            // SAFETY: a group of this matrix, ours alone by the caller's word.
-            let group = unsafe { std::slice::from_raw_parts_mut(start, self.group_bytes) };
+            // SAFETY: a quad of this matrix, ours alone by the caller's word.
+            let quad = unsafe {
+                let start = self.group(index / QUAD * QUAD).cast_mut();
+                std::slice::from_raw_parts_mut(start, self.quad_bytes)
+            };
+            let first = index % QUAD * self.packing.chunk_bytes();
+            let group = &mut quad[first..];
             let outputs = index * GROUP..self.outputs.min((index + 1) * GROUP);
             for (lane, output) in outputs.enumerate() {
                 match self.packing {
                     Packing::F32 => {
                         dequantize_row(view, output, &mut row);
                         for (k, value) in row.iter().enumerate() {
-                            put(group, (k * GROUP + lane) * 4, value.to_le_bytes());
+                            put(group, k * step + lane * 4, value.to_le_bytes());
                         }
                     }
                     Packing::Bf16 => {
                         dequantize_row(view, output, &mut row);
                         for (k, value) in row.iter().enumerate() {
                             let bytes = f32_to_bf16(*value).to_le_bytes();
-                            put(group, bf16_place(k, lane), bytes);
+                            put(group, k / 2 * step + lane * 4 + k % 2 * 2, bytes);
                         }
                     }
                     Packing::F16 => {
                         for (k, half) in view.row(output).chunks_exact(2).enumerate() {
-                            put(group, (k * GROUP + lane) * 2, [half[0], half[1]]);
+                            put(group, k * step + lane * 2, [half[0], half[1]]);
                         }
                     }
                     Packing::Q8 => pack_q8(view.row(output), group, lane),
@@ -161,52 +191,36 @@ impl Matrix {
     /// Writes the weights of one output as f32: a row of an embedding. `out.len()` is `inputs`.
     pub fn row(&self, output: usize, out: &mut [f32]) {
         assert!(output < self.outputs && out.len() == self.inputs);
-        let lane = output % GROUP;
-        // SAFETY: a group of this matrix, which nobody writes once it is packed.
-        let group =
-            unsafe { std::slice::from_raw_parts(self.group(output / GROUP), self.group_bytes) };
-        let half = |at: usize| u16::from_le_bytes([group[at], group[at + 1]]);
-        match self.packing {
-            Packing::F32 => {
-                for (k, out) in out.iter_mut().enumerate() {
-                    let at = (k * GROUP + lane) * 4;
-                    *out = f32::from_le_bytes([
-                        group[at],
-                        group[at + 1],
-                        group[at + 2],
-                        group[at + 3],
-                    ]);
-                }
-            }
-            Packing::F16 => {
-                for (k, out) in out.iter_mut().enumerate() {
-                    *out = f16_to_f32(half((k * GROUP + lane) * 2));
-                }
-            }
-            Packing::Bf16 => {
-                for (k, out) in out.iter_mut().enumerate() {
-                    *out = bf16_to_f32(half(bf16_place(k, lane)));
-                }
-            }
-            Packing::Q8 => {
-                let blocks = group.chunks_exact(Q8_BLOCK_BYTES);
-                for (out, block) in out.chunks_exact_mut(BLOCK).zip(blocks) {
-                    let scale =
-                        f16_to_f32(u16::from_le_bytes([block[lane * 2], block[lane * 2 + 1]]));
+        let (lane, index) = (output % GROUP, output / GROUP);
+        // SAFETY: a quad of this matrix, which nobody writes once it is packed.
+        let quad =
+            unsafe { std::slice::from_raw_parts(self.group(index / QUAD * QUAD), self.quad_bytes) };
+        let first = index % QUAD * self.packing.chunk_bytes();
+        let chunks = quad.chunks_exact(self.packing.chunk_step());
+        let outs = out.chunks_mut(self.packing.chunk_inputs());
+        for (out, chunk) in outs.zip(chunks) {
+            let chunk = &chunk[first..][..self.packing.chunk_bytes()];
+            let half = |at: usize| u16::from_le_bytes([chunk[at], chunk[at + 1]]);
+            match self.packing {
+                Packing::F32 => out[0] = f32::from_bits(word(chunk, lane * 4)),
+                Packing::F16 => out[0] = f16_to_f32(half(lane * 2)),
+                Packing::Bf16 => {
                     for (k, out) in out.iter_mut().enumerate() {
-                        let byte = block[SCALES_BYTES + (k / 4 * GROUP + lane) * 4 + k % 4];
+                        *out = bf16_to_f32(half(lane * 4 + k * 2));
+                    }
+                }
+                Packing::Q8 => {
+                    let scale = f16_to_f32(half(lane * 2));
+                    for (k, out) in out.iter_mut().enumerate() {
+                        let byte = chunk[SCALES_BYTES + (k / 4 * GROUP + lane) * 4 + k % 4];
                         *out = (f32::from(byte) - Q8_OFFSET) * scale;
                     }
                 }
-            }
-            Packing::Q4 => {
-                let blocks = group.chunks_exact(Q4_BLOCK_BYTES);
-                for (out, block) in out.chunks_exact_mut(BLOCK).zip(blocks) {
-                    let half =
-                        |at: usize| f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]));
-                    let (scale, minimum) = (half(lane * 2), half(SCALES_BYTES + lane * 2));
+                Packing::Q4 => {
+                    let scale = f16_to_f32(half(lane * 2));
+                    let minimum = f16_to_f32(half(SCALES_BYTES + lane * 2));
                     for (k, out) in out.iter_mut().enumerate() {
-                        let byte = block[2 * SCALES_BYTES + (k / 8 * GROUP + lane) * 4 + k % 4];
+                        let byte = chunk[2 * SCALES_BYTES + (k / 8 * GROUP + lane) * 4 + k % 4];
                         let q = byte >> (k % 8 / 4 * 4) & 15;
                         *out = f32::from(q) * scale + minimum;
                     }
@@ -222,24 +236,23 @@ impl Matrix {
 
     /// Bytes it takes.
     pub fn bytes(&self) -> usize {
-        self.groups() * self.group_bytes
+        self.groups().div_ceil(QUAD) * self.quad_bytes
     }
 
-    /// First byte of a group. Panics if there is no such group.
+    /// First byte of a group; its chunks lie [`Packing::chunk_step`] apart, and the groups after
+    /// it in the same quad [`Packing::chunk_bytes`]. Panics if there is no such group.
     pub fn group(&self, group: usize) -> *const u8 {
         assert!(group < self.groups(), "group {group} of {}", self.groups());
+        let within = group % QUAD * self.packing.chunk_bytes();
+        let at = self.start + group / QUAD * self.quad_bytes + within;
         // SAFETY: the group lies in the arena: `place` has checked the whole matrix.
-        unsafe {
-            self.arena
-                .as_ptr()
-                .add(self.start + group * self.group_bytes)
-        }
+        unsafe { self.arena.as_ptr().add(at) }
     }
-}
 
-/// Byte of input `k` of a lane in a `Bf16` group.
-fn bf16_place(k: usize, lane: usize) -> usize {
-    (k / 2 * GROUP + lane) * 4 + k % 2 * 2
+    /// How many of `wanted` groups from `group` on lie in its quad.
+    pub fn in_quad(group: usize, wanted: usize) -> usize {
+        wanted.min(QUAD - group % QUAD)
+    }
 }
 
 fn put<const N: usize>(group: &mut [u8], at: usize, bytes: [u8; N]) {
@@ -252,7 +265,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 
 fn pack_q8(row: &[u8], group: &mut [u8], lane: usize) {
     let stored = row.chunks_exact(2 + BLOCK);
-    for (stored, packed) in stored.zip(group.chunks_exact_mut(Q8_BLOCK_BYTES)) {
+    for (stored, packed) in stored.zip(group.chunks_mut(QUAD * Q8_BLOCK_BYTES)) {
         put(packed, lane * 2, [stored[0], stored[1]]);
         for t in 0..BLOCK / 4 {
             // Plus 128, for all four bytes.
@@ -269,7 +282,7 @@ fn pack_q8(row: &[u8], group: &mut [u8], lane: usize) {
 fn pack_q4(row: &[u8], group: &mut [u8], lane: usize) {
     const LOW: u32 = 0x0F0F_0F0F;
     let stored = row.chunks_exact(4 + BLOCK / 2);
-    for (stored, packed) in stored.zip(group.chunks_exact_mut(Q4_BLOCK_BYTES)) {
+    for (stored, packed) in stored.zip(group.chunks_mut(QUAD * Q4_BLOCK_BYTES)) {
         put(packed, lane * 2, [stored[0], stored[1]]);
         put(packed, SCALES_BYTES + lane * 2, [stored[2], stored[3]]);
         for t in 0..BLOCK / 8 {
@@ -290,21 +303,7 @@ pub(crate) trait Visit<S: Lanes, const G: usize> {
     unsafe fn visit(&mut self, input: usize, weights: [S::V; G]);
 }
 
-/// Asks for the lines of a block `ahead` bytes after `at`. Groups are a few KiB each, so the
-/// processor's own prefetcher starts anew at every one; this has the next ones on their way
-/// while the present ones are computed.
-///
-/// # Safety
-/// [`Lanes`]; the address may lie anywhere.
-#[inline(always)]
-unsafe fn prefetch_block<S: Lanes>(at: *const u8, block_bytes: usize, ahead: usize) {
-    for line in (0..block_bytes).step_by(64) {
-        // SAFETY: a prefetch touches nothing.
-        unsafe { S::prefetch(at.wrapping_add(ahead + line)) }
-    }
-}
-
-/// Widens the weights of `G` groups input by input, in order. `group_bytes` is the matrix's.
+/// Widens the weights of `G` groups input by input, in order.
 ///
 /// # Safety
 /// `groups` are groups of a matrix with this packing and `inputs` inputs; [`Lanes`].
@@ -313,42 +312,27 @@ pub(crate) unsafe fn widen<S: Lanes, const G: usize>(
     packing: Packing,
     groups: [*const u8; G],
     inputs: usize,
-    group_bytes: usize,
     visit: &mut impl Visit<S, G>,
 ) {
-    let ahead = G * group_bytes;
+    let step = packing.chunk_step();
     // SAFETY: every load stays within the group by the layouts of the module docs.
     unsafe {
         match packing {
             Packing::F32 => {
                 for k in 0..inputs {
-                    let w = groups.map(|group| {
-                        let at = group.cast::<f32>().add(k * GROUP);
-                        prefetch_block::<S>(at.cast(), GROUP * 4, ahead);
-                        S::load(at)
-                    });
+                    let w = groups.map(|group| S::load(group.add(k * step).cast()));
                     visit.visit(k, w);
                 }
             }
             Packing::F16 => {
                 for k in 0..inputs {
-                    let w = groups.map(|group| {
-                        let at = group.cast::<u16>().add(k * GROUP);
-                        if k % 2 == 0 {
-                            prefetch_block::<S>(at.cast(), GROUP * 4, ahead);
-                        }
-                        S::load_f16(at)
-                    });
+                    let w = groups.map(|group| S::load_f16(group.add(k * step).cast()));
                     visit.visit(k, w);
                 }
             }
             Packing::Bf16 => {
                 for pair in 0..inputs.div_ceil(2) {
-                    let words = groups.map(|group| {
-                        let at = group.add(pair * GROUP * 4);
-                        prefetch_block::<S>(at, GROUP * 4, ahead);
-                        S::load_words(at)
-                    });
+                    let words = groups.map(|group| S::load_words(group.add(pair * step)));
                     visit.visit(2 * pair, words.map(|words| S::low_bf16(words)));
                     if 2 * pair + 1 < inputs {
                         visit.visit(2 * pair + 1, words.map(|words| S::high_bf16(words)));
@@ -357,10 +341,7 @@ pub(crate) unsafe fn widen<S: Lanes, const G: usize>(
             }
             Packing::Q8 => {
                 for block in 0..inputs / BLOCK {
-                    let at = groups.map(|group| group.add(block * Q8_BLOCK_BYTES));
-                    for at in at {
-                        prefetch_block::<S>(at, Q8_BLOCK_BYTES, ahead);
-                    }
+                    let at = groups.map(|group| group.add(block * step));
                     let scale = at.map(|at| S::load_f16(at.cast()));
                     for four in 0..BLOCK / 4 {
                         let mut words =
@@ -378,10 +359,7 @@ pub(crate) unsafe fn widen<S: Lanes, const G: usize>(
             }
             Packing::Q4 => {
                 for block in 0..inputs / BLOCK {
-                    let at = groups.map(|group| group.add(block * Q4_BLOCK_BYTES));
-                    for at in at {
-                        prefetch_block::<S>(at, Q4_BLOCK_BYTES, ahead);
-                    }
+                    let at = groups.map(|group| group.add(block * step));
                     let scale = at.map(|at| S::load_f16(at.cast()));
                     let minimum = at.map(|at| S::load_f16(at.add(SCALES_BYTES).cast()));
                     for eight in 0..BLOCK / 8 {
@@ -411,7 +389,6 @@ pub(crate) struct Unpack<const G: usize> {
     pub packing: Packing,
     pub groups: [*const u8; G],
     pub inputs: usize,
-    pub group_bytes: usize,
     pub panel: *mut f32,
 }
 
@@ -435,14 +412,6 @@ impl<const G: usize> Op for Unpack<G> {
     unsafe fn run<S: Lanes>(self) {
         let mut store = StorePanel(self.panel);
         // SAFETY: the op's contract is that of `widen`, and the panel has `inputs * G * 16` places.
-        unsafe {
-            widen::<S, G>(
-                self.packing,
-                self.groups,
-                self.inputs,
-                self.group_bytes,
-                &mut store,
-            )
-        }
+        unsafe { widen::<S, G>(self.packing, self.groups, self.inputs, &mut store) }
     }
 }

@@ -144,7 +144,7 @@ impl PackedModel {
     }
 }
 
-/// Groups that a member packs at a time: some 100 KiB.
+/// Groups that a member packs at a time, whole quads: some 100 KiB.
 const PACK_GROUPS: usize = 16;
 
 /// Packs tensors at their places in one arena, so that huge pages hold even small matrices.

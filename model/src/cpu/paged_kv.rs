@@ -130,6 +130,28 @@ impl PagedKv {
         }
     }
 
+    /// Where the rows of `count` tokens from `first` on lie, page by page: address and bytes.
+    /// Panics if the page table does not cover them.
+    pub fn for_runs(
+        &self,
+        pages: &[PageId],
+        plane: Plane,
+        first: usize,
+        count: usize,
+        mut visit: impl FnMut(*const u8, usize),
+    ) {
+        let page_tokens = self.layout.page_tokens;
+        let row_bytes = self.layout.head_dim * self.layout.dtype.bytes();
+        let mut done = 0;
+        while done < count {
+            let token = (first + done) % page_tokens;
+            let run = (page_tokens - token).min(count - done);
+            let place = self.place(pages[(first + done) / page_tokens], plane, token, run);
+            visit(place, run * row_bytes);
+            done += run;
+        }
+    }
+
     /// Reads the bfloat16 rows of `count` tokens from `first` on into `out`, one every `stride`
     /// words, as they lie in the pages; what lies between a row's end and the next stays.
     /// Panics if the page table does not cover them, `out` is too short, or the pool holds f32.

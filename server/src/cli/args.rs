@@ -154,6 +154,9 @@ pub struct NodeArgs {
     /// Bytes of KV cache (e.g. 2GiB); default from --max-running, at most a quarter of free memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_cache: Option<u64>,
+    /// Touch the whole KV cache at start: no step pays for a first use, and it takes its memory at once.
+    #[arg(long)]
+    pub kv_populate: bool,
     /// Keep the pages of prompts and answers for those that begin alike.
     #[arg(long, value_enum, default_value = "on")]
     pub prefix_cache: OnOff,

@@ -182,6 +182,7 @@ fn transfers(node: &NodeContext) -> Value {
 }
 
 fn pages(node: &NodeContext) -> Value {
+    let backing = node.ledger.with(|ledger| ledger.backing());
     let (counts, total, guards, cached, evictable) = node.ledger.with(|ledger| {
         let (cached, evictable) = (ledger.cached_pages(), ledger.evictable_pages());
         let (counts, guards) = (ledger.counts(), ledger.guards_live());
@@ -193,12 +194,17 @@ fn pages(node: &NodeContext) -> Value {
         "leased": counts.leased, "pulling": counts.pulling, "stopping": counts.stopping,
         "quarantined": counts.quarantined, "guards_live": guards,
         "cached": cached, "evictable": evictable,
+        "memory": backing.map(|backing| backing.label()),
     })
 }
 
 fn nodes(node: &NodeContext) -> Value {
     let paths = node.paths();
-    json!({ "peers": paths.iter().map(path_json).collect::<Vec<_>>() })
+    let backing = node.ledger.with(|ledger| ledger.backing());
+    json!({
+        "peers": paths.iter().map(path_json).collect::<Vec<_>>(),
+        "kv_memory": backing.map(|backing| backing.label()),
+    })
 }
 
 fn gauges(node: &NodeContext, transfers: &Transfers) -> String {

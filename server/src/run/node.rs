@@ -21,15 +21,15 @@ use crate::perf::Perf;
 use crate::placement::{allowed_cpus, available_memory};
 use crate::readiness::Readiness;
 use crate::scheduler::SchedulerLimits;
-use kvserve_kv::KvLayout;
 use kvserve_kv::ledger::{Ledger, LedgerCell};
 use kvserve_kv::peer::{self, PeerConfig, PeerHub, PeerLimits, PeerParts};
 use kvserve_kv::prefix::PrefixConfig;
 use kvserve_kv::session::{PeerKey, Role};
 use kvserve_kv::transport::chaos::ChaosHandle;
 use kvserve_kv::transport::rdma::RdmaConfig;
-use kvserve_model::Model;
+use kvserve_kv::{KvLayout, PoolBacking};
 use kvserve_model::cpu::{CpuBackend, CpuEngine, CpuOptions};
+use kvserve_model::{Backend, Model};
 use kvserve_runtime::bridge;
 use kvserve_runtime::completion::{Hub, HubLimits};
 use kvserve_runtime::http::{self, HttpLimits};
@@ -163,6 +163,17 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
     lane.nice = ENGINE_NICE;
     let backend = CpuBackend::start(engine, lane)
         .map_err(|error| format!("cannot start the engine's thread: {error}"))?;
+    let pool = backend.pool();
+    if args.kv_populate {
+        pool.populate().map_err(|error| {
+            format!(
+                "--kv-populate: the {} MiB of KV cache cannot be touched: {error}; choose a \
+                 smaller --kv-cache, or leave the flag out",
+                pool.bytes() >> 20
+            )
+        })?;
+    }
+    let backing = pool.backing();
 
     let sentinel = Sentinel::start(SentinelConfig {
         health_listen: Some(
@@ -235,7 +246,7 @@ pub fn run_node(role: Role, command: NodeCommand) -> Result<i32, String> {
         }))),
     };
     summary(
-        &shared, args, &command, &model, &layout, &sizes, &configs, &sentinel,
+        &shared, args, &command, &model, &layout, &sizes, backing, &configs, &sentinel,
     );
     // The tensors live on in packed form; the file's mapping and the tables are not needed.
     drop(model);
@@ -676,6 +687,7 @@ fn summary(
     model: &Model,
     layout: &KvLayout,
     sizes: &Sizes,
+    backing: PoolBacking,
     configs: &[ShardConfig],
     sentinel: &Sentinel,
 ) {
@@ -723,10 +735,11 @@ fn summary(
         engine_cores_text(args)
     );
     println!(
-        "kv       {} pages of {} tokens = {tokens} tokens, {:.2} GiB{memory}",
+        "kv       {} pages of {} tokens = {tokens} tokens, {:.2} GiB on {} memory pages{memory}",
         sizes.pages,
         layout.page_tokens,
-        (sizes.pages * layout.page_bytes()) as f64 / (1u64 << 30) as f64
+        (sizes.pages * layout.page_bytes()) as f64 / (1u64 << 30) as f64,
+        backing.label()
     );
     match shared.role {
         Role::Hybrid => println!("path     none: prefill and decode in one process"),

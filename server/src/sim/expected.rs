@@ -114,6 +114,8 @@ pub const NAMED: &[&str] = &[
     "request: client left",
     "request: computed here",
     "request: migrated",
+    "request: held a prefix",
+    "prefill: started after a cached prefix",
     "request: retried",
     "request: ended with its first token",
     "later request: finished",

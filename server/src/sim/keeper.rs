@@ -5,8 +5,10 @@
 //! anything; it only says when a core was wrong.
 
 use super::check::{Invariant, Violation};
+use super::model::PAGE_TOKENS;
 use kvserve_kv::lease::PeerSession;
 use kvserve_kv::ledger::{AllocateAs, LedgerCell, PageState};
+use kvserve_kv::prefix::PrefixConfig;
 use kvserve_kv::session::AttemptId;
 use kvserve_kv::transport::sim::{SourceTouch, Witness};
 use kvserve_kv::{Ledger, PageId, PoolMemory};
@@ -82,7 +84,11 @@ impl Keeper {
         };
         Rc::new(Keeper {
             ledger: Rc::new(LedgerCell::new(
-                pool.map_or_else(|| Ledger::new(pages), Ledger::of_pool),
+                pool.map_or_else(|| Ledger::new(pages), Ledger::of_pool)
+                    .with_prefix_cache(PrefixConfig {
+                        page_tokens: PAGE_TOKENS,
+                        seed: 1,
+                    }),
             )),
             by_number: RefCell::default(),
             guards: RefCell::default(),
@@ -148,6 +154,14 @@ impl Keeper {
                 match (shadow.state, state) {
                     (_, PageState::Free) => shadow.tenancy += 1,
                     (PageState::Free, _) => handed_out(place),
+                    // Evicted from the prefix cache and handed out within one event.
+                    (
+                        PageState::Ready | PageState::Leased | PageState::Stopping,
+                        PageState::Building | PageState::Pulling,
+                    ) => {
+                        shadow.tenancy += 1;
+                        handed_out(place);
+                    }
                     _ => {}
                 }
                 shadow.state = state;

@@ -102,6 +102,7 @@ impl SimLane {
         for (place, token) in tokens.iter().enumerate() {
             before = model::kv(&before, *token);
             sum = model::fold(sum, &before);
+            self.may_write(pages[(sequence.start + place) / PAGE_TOKENS])?;
             self.store(pages, sequence.start + place, &before);
         }
         Ok(sequence.sample.as_ref().map(|_| Sampled {
@@ -125,6 +126,18 @@ impl SimLane {
                 state.label()
             ),
         })
+    }
+
+    /// What several own is never written: it would change under the others.
+    fn may_write(&self, page: PageId) -> Result<(), Violation> {
+        let owners = self.keeper.ledger.with(|ledger| ledger.owners(page));
+        match owners {
+            0 | 1 => Ok(()),
+            _ => Err(Violation {
+                invariant: Invariant::I5,
+                what: format!("an engine step writes page {}, which {owners} own", page.0),
+            }),
+        }
     }
 
     fn load(&self, pages: &[PageId], position: usize) -> Kv {

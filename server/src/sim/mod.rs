@@ -7,7 +7,7 @@
 //! tie the cores together (`node` follows them file by file).
 //!
 //! ```text
-//!  seed ─▶ faults::from_seed ─▶ World ─▶ [event]* ─▶ checks after each ─▶ SeedReport
+//!  seed ─▶ World::from_seed ─▶ [event]* with faults at moments ─▶ checks after each ─▶ SeedReport
 //!                                 │
 //!       places (Node per life) ── conns ── fabric (kv/src/transport/sim) ── proxy ── clients
 //! ```

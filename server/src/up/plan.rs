@@ -147,6 +147,9 @@ fn node_flags(child: &mut Vec<String>, args: &UpArgs, nodes: usize, cpu: usize) 
     if let Some(bytes) = node.kv_cache {
         flag(child, "--kv-cache", bytes);
     }
+    if node.kv_populate {
+        child.push("--kv-populate".into());
+    }
     flag(child, "--share-memory-with", nodes);
     let name = match &node.model_name {
         Some(name) => name.clone(),

@@ -4,16 +4,23 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// The best of so many measurements.
-const REPEATS: usize = 3;
+/// The best of so many measurements: a few ms each, so that one of them has the cores to itself.
+const REPEATS: usize = 12;
 
-/// Bytes a second that `threads` threads read from a buffer of `bytes`; the best of three.
-pub fn read_bandwidth(bytes: usize, threads: usize) -> f64 {
-    let buffer = vec![1u64; bytes / 8];
-    let best = (0..REPEATS).map(|_| {
-        let seconds = together(threads, |thread| {
-            let from = buffer.len() * thread / threads;
-            let part = &buffer[from..buffer.len() * (thread + 1) / threads];
+/// A buffer to be read.
+pub struct Reader(Vec<u64>);
+
+impl Reader {
+    /// Of so many bytes, touched.
+    pub fn new(bytes: usize) -> Self {
+        Reader(vec![1; bytes / 8])
+    }
+
+    /// Seconds that `threads` threads need to read all of it together.
+    pub fn read(&self, threads: usize) -> f64 {
+        together(threads, |thread| {
+            let length = self.0.len();
+            let part = &self.0[length * thread / threads..length * (thread + 1) / threads];
             let mut sums = [0u64; 32];
             for chunk in part.chunks_exact(32) {
                 for (sum, word) in sums.iter_mut().zip(chunk) {
@@ -21,14 +28,23 @@ pub fn read_bandwidth(bytes: usize, threads: usize) -> f64 {
                 }
             }
             black_box(sums);
-        });
-        bytes as f64 / seconds
-    });
-    best.fold(0.0, f64::max)
+        })
+    }
+
+    /// Bytes a second; the best of some.
+    pub fn bandwidth(&self, threads: usize) -> f64 {
+        let seconds = (0..REPEATS).map(|_| self.read(threads));
+        (self.0.len() * 8) as f64 / seconds.fold(f64::INFINITY, f64::min)
+    }
 }
 
 /// Seconds that the slowest of `threads` threads needs.
 fn together(threads: usize, run: impl Fn(usize) + Sync) -> f64 {
+    if threads == 1 {
+        let start = Instant::now();
+        run(0);
+        return start.elapsed().as_secs_f64();
+    }
     let barrier = Barrier::new(threads);
     std::thread::scope(|scope| {
         let parts: Vec<_> = (0..threads)

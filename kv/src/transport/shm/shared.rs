@@ -1,7 +1,7 @@
 //! A peer's pool, validated before it is mapped, and read-only.
 
 use super::sys::{self, ReadMap};
-use crate::pool::{GENERATIONS_AT, HEAD_MAGIC, head_bytes};
+use crate::pool::{GENERATIONS_AT, HEAD_MAGIC, HUGE_PAGE_BYTES, head_bytes};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -132,7 +132,9 @@ impl SharedPool {
         let whole = pages_here
             .checked_mul(stride_here)
             .and_then(|pages| pages.checked_add(head_here));
-        if whole != Some(bytes) {
+        // A pool on huge pages ends at a multiple of one.
+        let rounded = whole.and_then(|whole| whole.checked_next_multiple_of(HUGE_PAGE_BYTES));
+        if whole != Some(bytes) && rounded != Some(bytes) {
             return Err(MapRefusal::Size(status.bytes));
         }
         let mut nonce = [0u8; 32];

@@ -2,8 +2,9 @@
 //! it keeps, with scores and results by dot products of pairs.
 //!
 //! Keys of a block are turned to `[dimension / 2][token]` words, values to `[token / 2][dimension]`
-//! words; queries and softmax weights become sums of two bfloat16. Every row takes whole blocks: the
-//! weights of tokens behind it are zero, and so are keys and values that the tile has not loaded.
+//! words; queries and softmax weights become sums of two bfloat16. Every row takes all
+//! that the tile has loaded of a block: the weights of tokens behind it are zero, which adds zeroes
+//! to its sums.
 
 use super::super::aligned::Aligned;
 use super::super::attention::{BLOCK_TOKENS, SPAN_TOKENS, Spans, Tile, tile_rows};
@@ -66,6 +67,7 @@ impl Scratch {
 /// bfloat16.
 pub(crate) unsafe fn attend(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch) {
     let end = tile.position + tile.rows;
+    prefetch(kv, tile, 0);
     // SAFETY: passed on.
     unsafe {
         prepare(kv, tile, scratch);
@@ -119,6 +121,25 @@ pub(crate) unsafe fn span(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, 
     }
 }
 
+/// Asks for keys and values of the block from `start` on: the planes of a page are 2 KiB here and
+/// there, too short for the processor to see a stream in them.
+fn prefetch(kv: &PagedKv, tile: &Tile<'_>, start: usize) {
+    let tokens = (tile.position + tile.rows - start).min(BLOCK_TOKENS);
+    for part in [KeyOrValue::Key, KeyOrValue::Value] {
+        let plane = Plane {
+            layer: tile.layer,
+            part,
+            head: tile.kv_head,
+        };
+        kv.for_runs(tile.pages, plane, start, tokens, |run, bytes| {
+            for line in (0..bytes).step_by(64) {
+                // SAFETY: a prefetch touches nothing.
+                unsafe { Avx512::prefetch(run.wrapping_add(line)) };
+            }
+        });
+    }
+}
+
 /// One block for all vectors that reach it.
 ///
 /// # Safety
@@ -128,6 +149,8 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
     let words = padded / 2;
     let last = tile.position + tile.rows - 1;
     let loaded = (last + 1 - start).min(BLOCK_TOKENS);
+    // Groups of sixteen tokens, and pairs of tokens.
+    let (groups, pairs) = (loaded.div_ceil(16), loaded.div_ceil(2));
     // Rows before this one end before the block.
     let first_row = start.saturating_sub(tile.position);
     let vectors = first_row * group..tile.rows * group;
@@ -136,6 +159,9 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
         part,
         head: tile.kv_head,
     };
+    if start + BLOCK_TOKENS <= last {
+        prefetch(kv, tile, start + BLOCK_TOKENS);
+    }
     // SAFETY: all pointers lie in the scratch, whose buffers are sized for these shapes.
     unsafe {
         let rows = scratch.rows.as_mut_slice();
@@ -147,8 +173,8 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
             rows,
             words,
         );
-        rows[loaded * words..].fill(0);
-        turn_keys(scratch.rows.as_ptr(), scratch.keys.as_ptr(), words);
+        rows[loaded * words..groups * 16 * words].fill(0);
+        turn_keys(scratch.rows.as_ptr(), scratch.keys.as_ptr(), words, groups);
         let scores = |part: &Aligned<u32>, mode| Product {
             x: part.as_ptr().add(vectors.start * words),
             x_stride: words,
@@ -159,10 +185,8 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
             out: scratch.scores.as_ptr().add(vectors.start * BLOCK_TOKENS),
             out_stride: BLOCK_TOKENS,
             mode,
-            prefetch: false,
         };
         let [first, second] = &scratch.queries;
-        let groups = loaded.div_ceil(16);
         multiply(&scores(second, SumMode::Store), vectors.len(), groups);
         multiply(&scores(first, SumMode::Chain), vectors.len(), groups);
         for vector in vectors.clone() {
@@ -190,19 +214,23 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
             rows,
             words,
         );
-        rows[loaded * words..].fill(0);
-        pair_values(scratch.rows.as_ptr(), scratch.values.as_ptr(), padded);
+        rows[loaded * words..2 * pairs * words].fill(0);
+        pair_values(
+            scratch.rows.as_ptr(),
+            scratch.values.as_ptr(),
+            padded,
+            pairs,
+        );
         let results = |part: &Aligned<u32>| Product {
             x: part.as_ptr().add(vectors.start * BLOCK_TOKENS / 2),
             x_stride: BLOCK_TOKENS / 2,
             w: scratch.values.as_ptr(),
             w_pair: padded,
             w_group: 16,
-            pairs: BLOCK_TOKENS / 2,
+            pairs,
             out: scratch.spans.span.as_ptr().add(vectors.start * padded),
             out_stride: padded,
             mode: SumMode::Chain,
-            prefetch: false,
         };
         for part in &scratch.weights {
             multiply(&results(part), vectors.len(), padded / 16);
@@ -210,13 +238,14 @@ unsafe fn block(kv: &PagedKv, tile: &Tile<'_>, scratch: &mut Scratch, start: usi
     }
 }
 
-/// `[token][words]` to `[words][token]` for one block; `words` is a multiple of 16.
+/// `[token][words]` to `[words][token]` for so many groups of sixteen tokens of a block; `words`
+/// is a multiple of 16.
 ///
 /// # Safety
 /// Both buffers hold a block; AVX-512 F.
 #[target_feature(enable = "avx512f")]
-unsafe fn turn_keys(from: *const u32, to: *mut u32, words: usize) {
-    for token in (0..BLOCK_TOKENS).step_by(16) {
+unsafe fn turn_keys(from: *const u32, to: *mut u32, words: usize, groups: usize) {
+    for token in (0..groups * 16).step_by(16) {
         for word in (0..words).step_by(16) {
             // SAFETY: inside the block. A transpose moves bits, whatever they mean.
             unsafe {
@@ -236,9 +265,9 @@ unsafe fn turn_keys(from: *const u32, to: *mut u32, words: usize) {
 /// # Safety
 /// Both buffers hold a block of `padded` elements a row, a multiple of 16; AVX-512 F.
 #[target_feature(enable = "avx512f")]
-unsafe fn pair_values(from: *const u32, to: *mut u32, padded: usize) {
+unsafe fn pair_values(from: *const u32, to: *mut u32, padded: usize, pairs: usize) {
     let from = from.cast::<u16>();
-    for pair in 0..BLOCK_TOKENS / 2 {
+    for pair in 0..pairs {
         for dimension in (0..padded).step_by(16) {
             // SAFETY: inside the block.
             unsafe {

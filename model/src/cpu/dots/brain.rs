@@ -33,8 +33,6 @@ pub(crate) struct Product {
     pub out: *mut f32,
     pub out_stride: usize,
     pub mode: SumMode,
-    /// Whether to ask for the groups behind these (weights), or not (what is in the cache).
-    pub prefetch: bool,
 }
 
 /// Computes `rows` x `groups` of any number.
@@ -105,10 +103,6 @@ unsafe fn tile<const R: usize, const G: usize>(p: &Product) {
             let mut w = [_mm512_setzero_si512(); G];
             for g in 0..G {
                 let at = p.w.add(pair * p.w_pair + g * p.w_group);
-                if p.prefetch {
-                    let ahead = at.wrapping_add(G * p.w_group);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                }
                 w[g] = _mm512_loadu_si512(at.cast());
             }
             for r in 0..R {

@@ -16,7 +16,7 @@
 )]
 
 use super::super::lanes::SumMode;
-use super::super::matrix::{GROUP, Q4_BLOCK_BYTES, Q8_BLOCK_BYTES, SCALES_BYTES};
+use super::super::matrix::{GROUP, Q4_BLOCK_BYTES, Q8_BLOCK_BYTES, QUAD, SCALES_BYTES};
 use super::digits::{DIGITS_BYTES, DigitInput, Digits, Header};
 use std::arch::x86_64::*;
 
@@ -27,12 +27,11 @@ pub(crate) const TILE_ROWS: usize = 4;
 pub(crate) const TILE_GROUPS: usize = 2;
 pub(crate) const SINGLE_ROW_GROUPS: usize = 4;
 
-/// Rows times some neighbouring groups.
+/// Rows times some neighbouring groups of one quad.
 #[derive(Clone, Copy)]
 pub(crate) struct Product {
     /// First byte of the first group.
     pub weights: *const u8,
-    pub group_bytes: usize,
     /// `Q4` or else `Q8`.
     pub q4: bool,
     /// Blocks of 32 inputs.
@@ -43,8 +42,6 @@ pub(crate) struct Product {
     pub out: *mut f32,
     pub out_stride: usize,
     pub mode: SumMode,
-    /// Whether to ask for the groups behind these.
-    pub prefetch: bool,
 }
 
 /// Computes `rows` x `groups`, at most [`TILE_ROWS`] x [`TILE_GROUPS`] or 1 x
@@ -135,13 +132,7 @@ unsafe fn tile<const R: usize, const G: usize, const Q4: bool, const TWO: bool>(
         for block in 0..p.blocks {
             let mut at = [p.weights; G];
             for (g, at) in at.iter_mut().enumerate() {
-                *at = p.weights.add(g * p.group_bytes + block * block_bytes);
-                if p.prefetch {
-                    for line in (0..block_bytes).step_by(64) {
-                        let ahead = at.wrapping_add(G * p.group_bytes + line);
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                    }
-                }
+                *at = p.weights.add((block * QUAD + g) * block_bytes);
             }
             let mut x = [p.x.digits; R];
             for (r, x) in x.iter_mut().enumerate() {

@@ -127,11 +127,12 @@ impl Node {
 
     /// Nothing is under way any more: everything must be back.
     pub fn check_at_rest(&self, context: &mut Context) {
-        let (counts, guards) = self
-            .keeper
-            .ledger
-            .with(|ledger| (ledger.counts(), ledger.guards_live()));
-        if counts.free + counts.quarantined != counts.total() || guards > 0 {
+        // What only the prefix cache owns is as good as free.
+        let (counts, free, guards) = self.keeper.ledger.with(|ledger| {
+            let (counts, free) = (ledger.counts(), ledger.free_pages());
+            (counts, free, ledger.guards_live())
+        });
+        if free + counts.quarantined != counts.total() || guards > 0 {
             let what = format!(
                 "{}: at rest with {counts:?}, {guards} guards",
                 self.plan.name

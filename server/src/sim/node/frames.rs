@@ -55,10 +55,10 @@ impl Node {
             Frame::Prefill {
                 id,
                 left_ns,
-                held_pages: _,
+                held_pages,
                 prompt,
                 payload,
-            } => self.on_prefill(context, number, id, left_ns, prompt, &payload),
+            } => self.on_prefill(context, number, id, left_ns, held_pages, prompt, &payload),
             Frame::Granted {
                 id,
                 lease,

@@ -26,8 +26,10 @@ pub struct Pull {
     pub machine: Attempt,
     pub(super) deadline: Deadline,
     pub targets: Vec<PageId>,
-    /// The tokens whose keys and values it pulls: for the check of what was committed.
+    /// The prompt's tokens: for the check of what was committed.
     tokens: Vec<u32>,
+    /// Leading pages of the prompt that are held, not pulled.
+    held: usize,
     /// Posted reads that have not ended well.
     pub(super) out: Vec<OutRead>,
     checks: VecDeque<(u32, Vec<u64>)>,
@@ -45,6 +47,7 @@ impl Pull {
         deadline: Deadline,
         targets: Vec<PageId>,
         tokens: Vec<u32>,
+        held: usize,
         request: u64,
     ) -> Self {
         Pull {
@@ -52,6 +55,7 @@ impl Pull {
             deadline,
             targets,
             tokens,
+            held,
             out: Vec::new(),
             checks: VecDeque::new(),
             request,
@@ -318,8 +322,9 @@ impl Node {
             let what = format!("{}: committed without an OK for it (L5)", self.plan.name);
             context.broke(Invariant::I5, what);
         }
-        for (position, wanted) in model::all_kv(&pull.tokens).iter().enumerate() {
-            let page = pages[position / PAGE_TOKENS];
+        let first = pull.held * PAGE_TOKENS;
+        for (position, wanted) in model::all_kv(&pull.tokens).iter().enumerate().skip(first) {
+            let page = pages[position / PAGE_TOKENS - pull.held];
             let from = position % PAGE_TOKENS * KV_BYTES;
             let equal =
                 (self.memory).with_page(page, |bytes| bytes[from..from + KV_BYTES] == wanted[..]);

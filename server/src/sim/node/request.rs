@@ -20,6 +20,9 @@ use kvserve_model::Sampled;
 use kvserve_runtime::{Deadline, Nanos};
 use std::time::Duration;
 
+/// So many of a hundred requests whose node holds a part of the prompt compute the rest there.
+const REST_HERE_PERCENT: u64 = 25;
+
 /// How often the head of the queue looks whether pages have come back.
 const HEAD_TICK: Duration = Duration::from_millis(2);
 
@@ -44,6 +47,8 @@ enum Phase {
         pages: Vec<PageId>,
         withheld: Withheld,
         sequence: Option<SequenceId>,
+        /// Cached pages that it holds; the first of `pages`.
+        held: Vec<PageId>,
     },
     /// Decodes with proven or own pages.
     Following(SequenceId),
@@ -110,11 +115,17 @@ impl Node {
         self.queue.retain(|queued| *queued != number);
         match request.phase {
             Phase::Queued | Phase::Choosing(_) => {}
-            Phase::Attempt { key, sequence, .. } => {
+            Phase::Attempt {
+                key,
+                sequence,
+                held,
+                ..
+            } => {
                 if let Some(sequence) = sequence {
                     self.engine.remove(&self.keeper, sequence);
                 }
                 self.drop_migration(context, key);
+                self.keeper.ledger.with(|ledger| ledger.free(&held));
             }
             Phase::Following(sequence) => self.engine.remove(&self.keeper, sequence),
         }
@@ -169,8 +180,9 @@ impl Node {
                 continue;
             };
             let wanted = (request.request.prompt.len() + 1).div_ceil(PAGE_TOKENS);
-            let free = self.keeper.ledger.with(|ledger| ledger.free_pages());
-            if self.running >= self.plan.running_max || free < wanted {
+            let prompt = &request.request.prompt;
+            let fits = (self.keeper.ledger).with(|ledger| ledger.prefix_fits(b"", prompt, wanted));
+            if self.running >= self.plan.running_max || !fits {
                 return;
             }
             self.queue.pop_front();
@@ -223,7 +235,13 @@ impl Node {
             context.coverage.hit("request: retried");
         }
         let prompt = request.facts.tokens(&request.request);
-        let wanted = prompt.len().div_ceil(PAGE_TOKENS);
+        let ledger = self.keeper.ledger.clone();
+        // A rest of a few tokens would stay here (`rest_stays_here`): these prompts are too short
+        // for that rule, so the seed says it.
+        let found = ledger.with(|ledger| ledger.prefix_fit(b"", &prompt)).pages;
+        if found > 0 && context.rng.percent(REST_HERE_PERCENT) {
+            return self.compute_here(context, number);
+        }
         let Some((peer, grantor)) = (self.sessions.get(&session)).map(|session| {
             (
                 session.identity.node_id.clone(),
@@ -232,7 +250,11 @@ impl Node {
         }) else {
             return;
         };
+        let mut held = Vec::new();
+        ledger.with(|ledger| ledger.take_prefix(b"", &prompt, &mut held));
+        let wanted = prompt.len().div_ceil(PAGE_TOKENS) - held.len();
         let Some(into) = self.keeper.reserve(wanted, AllocateAs::Pulling) else {
+            ledger.with(|ledger| ledger.free(&held));
             let failure = AttemptFailure::no_room(String::new());
             return self.attempt_failed(context, number, &peer, &failure);
         };
@@ -255,19 +277,24 @@ impl Node {
         let frame = Frame::Prefill {
             id,
             left_ns: deadline.left(now).as_nanos() as u64,
-            held_pages: 0,
+            held_pages: held.len() as u32,
             prompt: prompt.clone(),
             payload: payload::encode_sampling(
                 &request.request.sampling,
                 request.facts.told() as u32,
             ),
         };
+        if !held.is_empty() {
+            context.coverage.hit("request: held a prefix");
+        }
+        let held_pages = held.len();
         request.phase = Phase::Attempt {
             key,
             peer,
-            pages: into.clone(),
+            pages: held.iter().chain(&into).copied().collect(),
             withheld: Withheld::new(prompt.len()),
             sequence: None,
+            held,
         };
         // Starting attempt k+1 cancels k (PROTOCOL R1).
         let earlier: Vec<Key> = (self.pulls.keys())
@@ -277,7 +304,7 @@ impl Node {
         for earlier in earlier {
             self.feed(context, earlier, kvserve_kv::pull::PullEvent::Cancel);
         }
-        let pull = Pull::new(machine, deadline, into, prompt, number);
+        let pull = Pull::new(machine, deadline, into, prompt, held_pages, number);
         self.pulls.insert(key, pull);
         self.send(context, session, &frame);
         self.moment_of(context, key, "attempt asked");
@@ -300,11 +327,18 @@ impl Node {
         if let AfterFailure::Pause(pause) = after {
             request.phase = Phase::Choosing(now.after(pause));
         }
-        if let Phase::Attempt { key, sequence, .. } = phase {
+        if let Phase::Attempt {
+            key,
+            sequence,
+            held,
+            ..
+        } = phase
+        {
             if let Some(sequence) = sequence {
                 self.engine.remove(&self.keeper, sequence);
             }
             self.drop_migration(context, key);
+            self.keeper.ledger.with(|ledger| ledger.free(&held));
         }
         if after == AfterFailure::Recompute {
             self.compute_here(context, number);
@@ -365,6 +399,7 @@ impl Node {
             pages,
             withheld,
             sequence,
+            held,
             ..
         } = &mut request.phase
         else {
@@ -381,7 +416,7 @@ impl Node {
             deadline: request.request.deadline,
             pages: PagesFrom::Migration {
                 pages: pages.clone(),
-                held: 0,
+                held: held.len(),
                 computed: withheld.computed(),
             },
         };
@@ -404,7 +439,10 @@ impl Node {
         };
         let phase = std::mem::replace(&mut request.phase, Phase::Choosing(now));
         let Phase::Attempt {
-            withheld, sequence, ..
+            withheld,
+            sequence,
+            held,
+            ..
         } = phase
         else {
             return;
@@ -413,7 +451,10 @@ impl Node {
         let taken_over =
             sequence.is_some_and(|sequence| self.engine.prove(&self.keeper, sequence, pages));
         if !taken_over {
-            self.keeper.ledger.with(|ledger| ledger.free(pages));
+            self.keeper.ledger.with(|ledger| {
+                ledger.free(pages);
+                ledger.free(&held);
+            });
         }
         let (tokens, finish) = withheld.release();
         let mut last = None;

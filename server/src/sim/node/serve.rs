@@ -4,7 +4,7 @@ use super::engine::Owner;
 use super::{Key, Node};
 use crate::engine::{SamplingParams, SequenceEvent};
 use crate::node::payload;
-use crate::node::prefill::{REFUSED_PAYLOAD, REFUSED_SIZE};
+use crate::node::prefill::{REFUSED_HELD, REFUSED_PAYLOAD, REFUSED_SIZE};
 use crate::scheduler::{PagesFrom, SequenceId, SequenceSpec};
 use crate::sim::clock::ms;
 use crate::sim::context::Context;
@@ -38,6 +38,8 @@ const QUEUED_EVERY: Duration = Duration::from_millis(300);
 pub struct Ask {
     key: Key,
     prompt: Vec<u32>,
+    /// Leading pages that the peer holds.
+    held: usize,
     sampling: SamplingParams,
     deadline: Deadline,
     answer_at: Nanos,
@@ -47,8 +49,11 @@ pub struct Ask {
 /// A prefill for a peer and the publishing of its pages.
 pub struct Producer {
     sequence: Option<SequenceId>,
+    /// Those that the lease is over, and the tokens in them.
     pages: Vec<PageId>,
     prompt: usize,
+    /// Leading pages that the peer holds.
+    held: usize,
     ready: usize,
     hashed: usize,
     tail_tokens: Option<u32>,
@@ -76,6 +81,7 @@ impl Node {
         number: PeerSession,
         id: AttemptId,
         left_ns: u64,
+        held: u32,
         prompt: Vec<u32>,
         sampling: &[u8],
     ) {
@@ -109,6 +115,7 @@ impl Node {
         let ask = Ask {
             key,
             prompt,
+            held: held as usize,
             sampling,
             deadline,
             answer_at: now,
@@ -206,6 +213,7 @@ impl Node {
         let Ask {
             key,
             prompt,
+            held,
             sampling,
             deadline,
             ..
@@ -223,9 +231,29 @@ impl Node {
         if wanted > usable {
             return Err(ServiceRefusal::Invalid(REFUSED_SIZE));
         }
-        let Some(pages) = self.keeper.reserve(wanted, AllocateAs::Building) else {
+        if held >= wanted {
+            return Err(ServiceRefusal::Invalid(REFUSED_HELD));
+        }
+        // As the product: what is cached here, then room for the rest.
+        let ledger = self.keeper.ledger.clone();
+        let mut pages = Vec::new();
+        let fits = ledger.with(|ledger| ledger.prefix_fits(b"", &prompt, wanted));
+        if !fits {
             return Err(busy);
-        };
+        }
+        let found = ledger.with(|ledger| ledger.take_prefix(b"", &prompt, &mut pages));
+        match self.keeper.reserve(wanted - found, AllocateAs::Building) {
+            Some(rest) => pages.extend(rest),
+            None => {
+                ledger.with(|ledger| ledger.free(&pages));
+                return Err(busy);
+            }
+        }
+        if found > 0 {
+            context
+                .coverage
+                .hit("prefill: started after a cached prefix");
+        }
         let spec = SequenceSpec {
             tokens: prompt,
             generated: 0,
@@ -236,15 +264,16 @@ impl Node {
             deadline,
             pages: PagesFrom::Lease {
                 pages: pages.clone(),
-                held: 0,
-                computed: 0,
+                held,
+                computed: found * PAGE_TOKENS,
             },
         };
-        let ledger = self.keeper.ledger.clone();
         let Some(sequence) = self.engine.submit(spec, Owner::Prefill(key)) else {
             ledger.with(|ledger| ledger.free(&pages));
             return Err(busy);
         };
+        // The lease is over what the peer does not hold.
+        let pages = pages.split_off(held);
         let leased = ledger.with(|ledger| ledger.lease(&pages));
         debug_assert!(leased.is_ok(), "{leased:?}");
         let mut effects = Vec::new();
@@ -277,8 +306,9 @@ impl Node {
         let producer = Producer {
             sequence: Some(sequence),
             pages,
-            prompt: tokens,
-            ready: 0,
+            prompt: tokens - held * PAGE_TOKENS,
+            held,
+            ready: found.saturating_sub(held),
             hashed: 0,
             tail_tokens: None,
             gone: false,
@@ -326,7 +356,8 @@ impl Node {
         match event {
             SequenceEvent::Cached(_) => {}
             SequenceEvent::Computed(tokens) => {
-                producer.ready = producer.ready.max(tokens / PAGE_TOKENS);
+                let ready = (tokens / PAGE_TOKENS).saturating_sub(producer.held);
+                producer.ready = producer.ready.max(ready);
             }
             SequenceEvent::Token(sampled, _) => {
                 producer.sequence = None;
