@@ -13,8 +13,8 @@
 //!   four bits of byte `j` are input `8t + j`, the high ones input `8t + 4 + j`
 //!
 //! Four groups form a *quad*: `[quad][chunk][group of the quad]`. A single row takes a quad at a
-//! time and so reads one stream, which the processor's own prefetcher follows; four streams of a
-//! few KiB each were half as fast.
+//! time and so reads one stream, which the processor's own prefetcher can follow, where separate
+//! groups would be four streams of a few KiB each.
 //!
 //! The words of two and four inputs are what the dot-product instructions take (`super::dots`);
 //! the kernels over [`Lanes`] take them apart.

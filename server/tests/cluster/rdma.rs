@@ -11,7 +11,9 @@ use std::time::Duration;
 const SLOW: Duration = Duration::from_secs(60);
 
 fn cluster() -> Cluster {
-    let options = Options::up(tiny_qwen2()).arg("--transport rdma --kv-cache 16MiB");
+    // Every request moves its pages: none is held already.
+    let flags = "--transport rdma --kv-cache 16MiB --prefix-cache off";
+    let options = Options::up(tiny_qwen2()).arg(flags);
     Cluster::start(&options)
 }
 

@@ -190,7 +190,18 @@ fn look(sim: &Path, options: &Options) -> Result<Found, String> {
     else {
         return match output.status.success() {
             true => Ok(Found::No),
-            false => Err("the simulator failed without naming a seed".into()),
+            false => {
+                let errors = String::from_utf8_lossy(&output.stderr);
+                let last = errors
+                    .lines()
+                    .last()
+                    .unwrap_or("and said nothing")
+                    .to_owned();
+                let status = output.status;
+                Err(format!(
+                    "the simulator ended with {status} and named no seed: {last}"
+                ))
+            }
         };
     };
     let seed = line.split(' ').nth(2).and_then(|word| word.parse().ok());
@@ -216,14 +227,18 @@ fn all(root: &Path, options: &Options) -> Result<bool, String> {
         copy_tree(root, &scratch)?;
         let took = began.elapsed().as_secs();
         let name = &bug.name;
-        match found.map_err(|error| format!("{name}: {error}"))? {
-            Found::By(invariant, seed, said) => {
+        match found {
+            Err(error) => {
+                println!("NOT RUN          {name} ({took} s): {error}");
+                good = false;
+            }
+            Ok(Found::By(invariant, seed, said)) => {
                 let right = bug.found_by.contains(&invariant);
                 let verdict = if right { "found" } else { "FOUND BY ANOTHER" };
                 println!("{verdict:<16} {name}: seed {seed} ({took} s): {said}");
                 good &= right;
             }
-            Found::No => {
+            Ok(Found::No) => {
                 println!(
                     "NOT FOUND        {name}: {} seeds ({took} s)",
                     options.seeds
