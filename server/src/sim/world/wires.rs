@@ -111,9 +111,19 @@ impl World {
             };
             world.at(arrival + after, Event::Reaches { node, life, what });
         };
-        give(self, 0, bytes, tampered);
-        for other in held.into_iter().chain(again) {
-            give(self, 1, other, true);
+        match held {
+            // Nothing has overtaken what was held: it comes in its place, and what is gone is
+            // missed behind it (seed 129041).
+            Some(held) if bytes.is_empty() => {
+                give(self, 0, held, false);
+                give(self, 1, bytes, true);
+            }
+            held => {
+                give(self, 0, bytes, tampered);
+                for other in held.into_iter().chain(again) {
+                    give(self, 1, other, true);
+                }
+            }
         }
     }
 
